@@ -1,0 +1,68 @@
+"""Patches that make Hugging Face T5 models run in half precision as they should, each on its own switch."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .engine import apply, patched, remove, status
+    from .errors import (
+        ConflictError,
+        ForeignForwardError,
+        InvalidPatchError,
+        MetaDeviceError,
+        NotAppliedError,
+        NothingToPatchError,
+        NotT5Error,
+        SourceUnavailableError,
+        T5FastPatchError,
+        UnexpectedSourceError,
+        UnknownPatchError,
+        WrongTypeError,
+    )
+    from .registry import list_patches, register
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ConflictError",
+    "ForeignForwardError",
+    "InvalidPatchError",
+    "MetaDeviceError",
+    "NotAppliedError",
+    "NotT5Error",
+    "NothingToPatchError",
+    "SourceUnavailableError",
+    "T5FastPatchError",
+    "UnexpectedSourceError",
+    "UnknownPatchError",
+    "WrongTypeError",
+    "apply",
+    "list_patches",
+    "patched",
+    "register",
+    "remove",
+    "status",
+]
+
+# Imported at first use: the start-up hook imports this package in every process, and must not pull in torch.
+_MODULES = {"apply": "engine", "patched": "engine", "remove": "engine", "status": "engine"}
+_MODULES |= {"list_patches": "registry", "register": "registry"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULES.get(name, 'errors')}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]
+
+
+if os.environ.get("T5FASTPATCH"):
+    importlib.import_module(f"{__name__}.autopatch").activate()

@@ -1,0 +1,5 @@
+"""`python -m t5fastpatch` is the program `t5fastpatch`."""
+
+from .cli import entry
+
+entry()

@@ -1,0 +1,101 @@
+"""The command line. Errors of this package are one line on stderr and exit code 2."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from . import __version__
+from .errors import T5FastPatchError, WrongTypeError
+from .families import FAMILIES
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Makes Hugging Face T5 models run in half precision as they should, patch by patch.",
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"t5fastpatch {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+) -> None: ...
+
+
+@app.command("list")
+def list_() -> None:
+    """List the patches and their contracts."""
+    from .registry import list_patches
+
+    table = Table("patch", "what it replaces", "contract", "asked for by name only, because")
+    for patch in list_patches():
+        table.add_row(patch.name, patch.summary, patch.contract.value, patch.unsafe_alone)
+    Console().print(table)
+
+
+@app.command()
+def status(
+    model: Annotated[str, typer.Option(help="A folder with a config.json, or a model's name on the hub.")],
+) -> None:
+    """Say what each patch would do to a model. Reads its configuration only, no weights."""
+    from .engine import status as status_of
+    from .loading import from_config
+
+    print(status_of(from_config(model)))
+
+
+@app.command()
+def show(
+    patch: Annotated[str, typer.Argument(help="The patch's name.")],
+    family: Annotated[str | None, typer.Option(help="One family, t5 say; all without it.")] = None,
+) -> None:
+    """Print a patch as a unified diff against the installed transformers."""
+    from .diff import diff
+    from .registry import get_patch
+
+    if family is not None and family not in FAMILIES:
+        raise WrongTypeError(f"there is no family {family!r}: there are {', '.join(FAMILIES)}")
+    print(diff(get_patch(patch), [FAMILIES[family]] if family else list(FAMILIES.values())))
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def run(
+    target: Annotated[str, typer.Argument(help="A script, or with -m a module.")],
+    args: Annotated[list[str] | None, typer.Argument(help="The program's own arguments.")] = None,
+    patches: Annotated[str | None, typer.Option(help="Names, with commas; else T5FASTPATCH, else 'safe'.")] = None,
+    module: Annotated[bool, typer.Option("-m", help="The target is a module.")] = False,
+) -> None:
+    """Run an unmodified program with patches on, process-wide."""
+    from .launcher import run as launch
+
+    launch(target, args or [], module=module, patches=patches)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command line with `argv` (`sys.argv[1:]` without it) and returns the exit code."""
+    try:
+        app(argv)
+    except T5FastPatchError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except SystemExit as end:
+        if isinstance(end.code, int | None):
+            return end.code or 0
+        raise
+    return 0
+
+
+def entry() -> None:
+    """The console script."""
+    sys.exit(main())

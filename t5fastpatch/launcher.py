@@ -1,0 +1,50 @@
+"""`t5fastpatch run`: a script or module under `T5FASTPATCH`, where Python's start-up hooks are not available."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import types
+from collections.abc import Sequence
+from importlib.machinery import SourceFileLoader
+
+from .autopatch import VARIABLE, activate
+from .errors import WrongTypeError
+
+
+def run(target: str, args: Sequence[str], *, module: bool = False, patches: str | None = None) -> None:
+    """Runs `target` as Python would: `sys.argv`, `sys.path[0]` and `__main__` are its own.
+
+    Args:
+        target: the path of a script (or of a folder or zip file with a `__main__.py`), or the name of a module.
+        args: its arguments.
+        module: whether `target` is a module's name, as for `python -m`.
+        patches: the value for `T5FASTPATCH`; `None` leaves what the environment has, or else `safe`.
+
+    Raises:
+        WrongTypeError: there is no such script. Whatever the program raises passes through.
+    """
+    if not module and not os.path.exists(target):
+        raise WrongTypeError(f"there is no script {target!r}; for a module say -m {target}")
+    os.environ[VARIABLE] = patches or os.environ.get(VARIABLE) or "safe"
+    activate()
+    sys.argv = [target, *args]
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = os.getcwd() if module else os.path.dirname(os.path.realpath(target))
+    if module:
+        runpy.run_module(target, run_name="__main__", alter_sys=True)
+    elif os.path.isfile(target) and not target.endswith((".zip", ".pyz")):
+        _run_file(os.path.abspath(target))
+    else:
+        runpy.run_path(target, run_name="__main__")
+
+
+def _run_file(path: str) -> None:
+    """Unlike `runpy.run_path`, leaves `sys.argv[0]` as given and `__main__` in place for what runs at exit."""
+    loader = SourceFileLoader("__main__", path)
+    code = loader.source_to_code(loader.get_data(path), path)
+    main = types.ModuleType("__main__")
+    main.__file__, main.__loader__ = path, loader
+    sys.modules["__main__"] = main
+    exec(code, vars(main))

@@ -1,0 +1,77 @@
+"""What was done, or could be, as a table, a dict or JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+from typing import Any
+
+from .registry import State
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One patch and one model (or family).
+
+    Attributes:
+        patch: the patch's name.
+        state: what can be said of it.
+        sites: places in upstream's source that change, or would.
+        modules: modules of the model that have it, or would.
+        contract: how the patched result relates to stock's.
+        why: a sentence, where the state needs one.
+    """
+
+    patch: str
+    state: State
+    sites: int
+    modules: int
+    contract: str
+    why: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """One row a patch. `print(report)` gives a table."""
+
+    subject: str
+    transformers: str
+    rows: tuple[Row, ...]
+
+    def __getitem__(self, patch: str) -> Row:
+        for row in self.rows:
+            if row.patch == patch:
+                return row
+        raise KeyError(patch)
+
+    def __str__(self) -> str:
+        # Imported here: a report is printed now and then, a model is patched in every process.
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table("patch", "state", "sites", "modules", "contract", "why", title=self._title, title_justify="left")
+        for row in self.rows:
+            table.add_row(row.patch, row.state.value, str(row.sites), str(row.modules), row.contract, row.why)
+        console = Console(file=io.StringIO(), width=110)
+        console.print(table)
+        text: str = console.file.getvalue()  # type: ignore[attr-defined]
+        return text.rstrip("\n")
+
+    @property
+    def _title(self) -> str:
+        return f"t5fastpatch: {self.subject}, transformers {self.transformers}"
+
+    def line(self) -> str:
+        """The report in one line."""
+        parts = [f"{row.patch} {row.state.value}" + (f" ({row.sites} sites)" if row.sites else "") for row in self.rows]
+        return f"{self._title}: {', '.join(parts)}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain dicts, lists, strings and numbers."""
+        rows = [{**dataclasses.asdict(row), "state": row.state.value} for row in self.rows]
+        return {"subject": self.subject, "transformers": self.transformers, "rows": rows}
+
+    def to_json(self, **options: Any) -> str:
+        """`to_dict()` as JSON; `options` go to `json.dumps`."""
+        return json.dumps(self.to_dict(), **options)
