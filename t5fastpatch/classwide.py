@@ -6,6 +6,8 @@ good, whoever holds it. A forward patch replaces the class attribute.
 
 from __future__ import annotations
 
+from types import FunctionType
+
 from .families import Family
 from .findings import family_classes, survey, transformers_version
 from .install import new_function
@@ -52,17 +54,17 @@ def disable(family: Family) -> None:
     for cls in family_classes(family):
         _on.pop(cls, None)
         if cls in ORIGINAL_FORWARD:
-            cls.forward = ORIGINAL_FORWARD.pop(cls)  # type: ignore[attr-defined]
+            cls.forward, _ = ORIGINAL_FORWARD.pop(cls)  # type: ignore[attr-defined]
         upstream = innermost(upstream_function(cls))
         upstream.__code__ = ORIGINAL_CODE.pop(upstream, upstream.__code__)
 
 
-def _put(cls: type, patches: tuple[Patch, ...], function: object) -> None:
+def _put(cls: type, patches: tuple[Patch, ...], function: FunctionType) -> None:
     upstream = innermost(upstream_function(cls))
     if any(isinstance(patch, ForwardPatch) for patch in patches):
-        ORIGINAL_FORWARD.setdefault(cls, upstream_function(cls))
+        ORIGINAL_FORWARD[cls] = upstream_function(cls), function
         cls.forward = function  # type: ignore[attr-defined]
     else:
         ORIGINAL_CODE.setdefault(upstream, upstream.__code__)
-        upstream.__code__ = function.__code__  # type: ignore[attr-defined]
+        upstream.__code__ = function.__code__
     _on[cls] = patches

@@ -172,7 +172,7 @@ def _change(wanted: Iterable[tuple[nn.Module, type, Iterable[Patch]]]) -> None:
             set_patches(module, after, process_wide=process_wide(cls))
             done += 1
     except BaseException:
-        for module, cls, before, _ in changes[:done]:
+        for module, cls, before, _ in changes[: done + 1]:
             set_patches(module, before, process_wide=process_wide(cls))
         raise
 

@@ -6,13 +6,15 @@ import dataclasses
 import importlib
 import inspect
 from collections.abc import Iterable
+from types import FunctionType
 
 from .errors import ForeignForwardError, SourceUnavailableError, T5FastPatchError
 from .families import Family, family_of, role_of
 from .registry import Finding, Patch, State
-from .rewrite import Method
+from .rewrite import Method, upstream_function
 
-_found: dict[tuple[Patch, type], Finding] = {}
+# By the function too, since other code may exchange it.
+_found: dict[tuple[Patch, FunctionType], Finding] = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,25 +48,36 @@ def survey(patch: Patch, classes: Iterable[type]) -> Survey:
 
 def finding(patch: Patch, cls: type) -> Finding:
     """What `patch` finds in the forward of an upstream class; one that cannot be read is a refusal."""
-    if (patch, cls) not in _found:
-        try:
-            method = Method.of(cls)
-        except (SourceUnavailableError, ForeignForwardError) as error:
-            # Not remembered: the next look may find it mended.
-            return Finding(State.REFUSED, refusal=error)
-        _found[patch, cls] = patch.find(method)
-    return _found[patch, cls]
+    try:
+        key = patch, upstream_function(cls)
+        if key not in _found:
+            _found[key] = patch.find(Method.of(cls))
+        return _found[key]
+    except (SourceUnavailableError, ForeignForwardError) as error:
+        # Not remembered: the next look may find it mended.
+        return Finding(State.REFUSED, refusal=error)
 
 
 def upstream_class(cls: type) -> type | None:
     """The class of a T5 family whose forward an instance of `cls` runs, or `None`.
 
-    A subclass that brings a forward of its own runs no code of ours to change.
+    A subclass that brings a forward of its own runs no code of upstream's to change.
     """
-    for base in inspect.getmro(cls):
-        if "forward" in vars(base) and "t5fastpatch" not in vars(base):
-            return base if family_of(base) is not None else None
+    mro = inspect.getmro(cls)
+    for base in mro:
+        if family_of(base) is not None and "forward" in vars(base) and "t5fastpatch" not in vars(base):
+            return base if all(_keeps_forward(each, base) for each in mro[: mro.index(base)]) else None
     return None
+
+
+def _keeps_forward(cls: type, upstream: type) -> bool:
+    """Whether a class runs the forward of the `upstream` class it derives from, patched or not."""
+    if "forward" not in vars(cls) or "t5fastpatch" in vars(cls):
+        return True
+    # Recent releases wrap the forward of whatever derives from a layer once more, as they did upstream's.
+    wrapper, inherited = vars(cls)["forward"], super(cls, cls).forward  # type: ignore[arg-type]
+    same_code = getattr(wrapper, "__code__", None) is getattr(vars(upstream)["forward"], "__code__", None)
+    return same_code and getattr(wrapper, "__wrapped__", None) is inherited
 
 
 def family_classes(family: Family) -> list[type]:

@@ -20,7 +20,8 @@ from .findings import finding, upstream_class
 from .registry import Finding, Patch, State
 from .rewrite import Method, innermost, rewrap, upstream_function
 
-_subclasses: dict[tuple[type, tuple[Patch, ...]], type] = {}
+# By the upstream function too, since other code may exchange it.
+_subclasses: dict[tuple[type, tuple[Patch, ...], types.FunctionType], type] = {}
 
 
 def patches_on(module: nn.Module) -> tuple[Patch, ...]:
@@ -115,11 +116,11 @@ def _rebind(module: nn.Module, before: type, after: type) -> None:
 
 
 def _subclass(base: type[nn.Module], patches: tuple[Patch, ...], process_wide: tuple[Patch, ...]) -> type[nn.Module]:
-    key = (base, (*patches, *process_wide))
+    upstream = upstream_class(base)
+    assert upstream is not None
+    outer = upstream_function(upstream)
+    key = (base, (*patches, *process_wide), outer)
     if key not in _subclasses:
-        upstream = upstream_class(base)
-        assert upstream is not None
-        outer = upstream_function(upstream)
         new = new_function(upstream, list(dict.fromkeys((*process_wide, *patches))))
         _subclasses[key] = _derive(base, patches, rewrap(outer, innermost(outer), new))
     return _subclasses[key]

@@ -21,7 +21,7 @@ from .errors import ForeignForwardError, SourceUnavailableError, UnexpectedSourc
 
 # What classwide.py has exchanged in this process, so that a method's source and code are always upstream's own.
 ORIGINAL_CODE: dict[FunctionType, CodeType] = {}
-ORIGINAL_FORWARD: dict[type, FunctionType] = {}
+ORIGINAL_FORWARD: dict[type, tuple[FunctionType, FunctionType]] = {}  # upstream's, and what stands there now
 
 _FUTURE_FLAGS = functools.reduce(
     int.__or__, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
@@ -179,8 +179,12 @@ def upstream_function(owner: type, name: str = "forward") -> FunctionType:
     Raises:
         ForeignForwardError: it is no plain function.
     """
-    function = ORIGINAL_FORWARD.get(owner, vars(owner)[name])
-    if not isinstance(function, FunctionType):
+    function = vars(owner)[name]
+    original, ours = ORIGINAL_FORWARD.get(owner, (function, function))
+    if function is ours:
+        function = original
+    # Not isinstance: wrapt's wrappers claim to be functions.
+    if type(function) is not FunctionType:
         raise ForeignForwardError(
             f"{_where(owner)}.{name} is a {type(function).__name__}, not a function: undo the wrapping, then patch"
         )
@@ -188,8 +192,15 @@ def upstream_function(owner: type, name: str = "forward") -> FunctionType:
 
 
 def innermost(function: FunctionType) -> FunctionType:
-    """The function below every decorator that keeps `__wrapped__`."""
-    return inspect.unwrap(function)
+    """The function below every decorator that keeps `__wrapped__`.
+
+    Raises:
+        ForeignForwardError: what is there is no plain function.
+    """
+    inner = inspect.unwrap(function)
+    if type(inner) is not FunctionType:
+        raise ForeignForwardError(f"{function.__qualname__} wraps a {type(inner).__name__}: undo that, then patch")
+    return inner
 
 
 def rewrap(outer: FunctionType, old: FunctionType, new: FunctionType) -> FunctionType:

@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.pop("T5FASTPATCH", None)
+
+import pytest
+import torch
+
+from t5fastpatch import registry
+
+
+@pytest.fixture(autouse=True)
+def own_registry() -> Iterator[None]:
+    """Patches that a test registers are gone after it."""
+    before = dict(registry._registered)
+    yield
+    registry._registered.clear()
+    registry._registered.update(before)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def two_threads() -> None:
+    torch.set_num_threads(2)
