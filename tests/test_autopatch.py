@@ -65,14 +65,15 @@ def test_the_variable_patches_an_unmodified_program(script: Any, first: str) -> 
 
 
 def test_it_is_late_enough_after_the_model_too(script: Any) -> None:
-    out, said = run("-S", "-c", "import sys; sys.path += %r\n" % (sys.path,) + MODEL + "import t5fastpatch\n" + SHOW)
+    program = f"import sys; sys.path += {sys.path!r}\n" + MODEL + "import t5fastpatch\n" + SHOW
+    out, said = run("-S", "-c", program)
     assert out == PATCHED
     assert len(said) == 1
 
 
 def test_all_ways_together_are_one(script: Any) -> None:
-    source = "import t5fastpatch" + MODEL + "import importlib\n" + SHOW
-    source += "from t5fastpatch.autopatch import activate\nactivate()\nprint(t5fastpatch.status(model)['layer_norm'].state.value)\n"
+    source = "import t5fastpatch" + MODEL + SHOW + "from t5fastpatch.autopatch import activate\nactivate()\n"
+    source += "print(t5fastpatch.status(model)['layer_norm'].state.value)\n"
     out, said = run("-m", "t5fastpatch", "run", script(source))
     assert out == [*PATCHED, "on"]
     assert len(said) == 1
@@ -134,19 +135,18 @@ def test_child_processes_inherit_it(script: Any) -> None:
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_multiprocessing_inherits_it(script: Any, method: str) -> None:
-    source = """
+    source = f"""
     import multiprocessing
 
     def work():
-        scope = {}
-        exec(%r, scope)
+        exec({MODEL + SHOW!r}, {{}})
 
     if __name__ == "__main__":
-        process = multiprocessing.get_context(%r).Process(target=work)
+        process = multiprocessing.get_context({method!r}).Process(target=work)
         process.start()
         process.join()
         assert process.exitcode == 0
-    """ % (MODEL + SHOW, method)
+    """
     out, _ = run(script(source))
     assert out == PATCHED
 
@@ -187,10 +187,9 @@ def pythonpath() -> str:
 def test_run_works_without_start_up_hooks(script: Any) -> None:
     """As `-S` does, or a `pip install --target` on PYTHONPATH, or a bare checkout."""
     path = script(MODEL + SHOW)
-    launch = "import sys; sys.path += %r; from t5fastpatch.cli import main; sys.exit(main(%r))"
-    out, said = run(
-        "-S", "-c", launch % (sys.path, ["run", "--patches", "skip_inf_check,layer_norm", path]), variable=None
-    )
+    argv = ["run", "--patches", "skip_inf_check,layer_norm", path]
+    launch = f"import sys; sys.path += {sys.path!r}; from t5fastpatch.cli import main; sys.exit(main({argv!r}))"
+    out, said = run("-S", "-c", launch, variable=None)
     assert out == PATCHED
     assert len(said) == 1
 

@@ -1,4 +1,4 @@
-"""The pattern is found exactly, or not at all: upstream's own source, mutated in small ways, is refused or left exact."""
+"""The pattern is found exactly, or not at all: sources mutated in small ways are refused, or left exact."""
 
 from __future__ import annotations
 
@@ -264,7 +264,8 @@ def test_an_edit_keeps_every_other_line_at_its_number() -> None:
 
 def test_columns_count_bytes(method_of: Any) -> None:
     """A character of more than one byte before the expression does not shift the edit."""
-    body = "label, scores = 'é→', hidden_states; w = torch.softmax(scores.float(), dim=-1).type_as(scores)  # ü\nreturn w\n"
+    softmax = "torch.softmax(scores.float(), dim=-1).type_as(scores)"
+    body = f"label, scores = 'é→', hidden_states; weights = {softmax}  # ü\nreturn weights\n"
     method = method_of(body)
     new = method.edited(softmax_dtype.edits(method), "test")
     x = torch.randn(4, 16)
