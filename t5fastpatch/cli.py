@@ -12,6 +12,7 @@ from rich.table import Table
 from . import __version__
 from .errors import T5FastPatchError, WrongTypeError
 from .families import FAMILIES
+from .measure.command import ablate
 
 app = typer.Typer(
     add_completion=False,
@@ -80,6 +81,9 @@ def run(
     from .launcher import run as launch
 
     launch(target, args or [], module=module, patches=patches)
+
+
+app.command()(ablate)
 
 
 def main(argv: list[str] | None = None) -> int:

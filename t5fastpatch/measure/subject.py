@@ -1,0 +1,166 @@
+"""What is measured: a model in fp32 and in half precision, its tokenizer and sentences for it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import json
+import os
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from ..errors import T5FastPatchError
+from .workloads import IGNORED_LABEL, is_seq2seq
+
+DEMO_MODEL = Path(__file__).parents[1] / "demo_model"
+HELD_OUT = "heldout.jsonl"
+HALF_DTYPES = {
+    "float16": torch.float16,
+    "fp16": torch.float16,
+    "half": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+}
+
+Batch = dict[str, torch.Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sentence:
+    """A held-out sentence with its task prefix and, where there is one, its reference."""
+
+    task: str
+    source: str
+    target: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """The one fp32 and the one half-precision model of an ablation, both on `device` in evaluation mode."""
+
+    name: str
+    fp32: Any
+    half: Any
+    tokenizer: Any
+    device: torch.device
+
+    @property
+    def seq2seq(self) -> bool:
+        """Whether there is a decoder."""
+        return is_seq2seq(self.fp32)
+
+    @property
+    def half_name(self) -> str:
+        """`"fp16"` or `"bf16"`."""
+        return "bf16" if self.half.dtype is torch.bfloat16 else "fp16"
+
+    def batch(self, sentences: Sequence[Sentence], max_source_length: int, max_target_length: int) -> Batch:
+        """The sentences as tensors on the device, padded to the longest: `input_ids` and `attention_mask` (int64,
+        batch x source length) and, for a decoder, `labels` (int64, batch x target length, padding -100), which are
+        the source again where a sentence has no reference."""
+        batch = self._tokens([each.task + each.source for each in sentences], max_source_length)
+        if self.seq2seq:
+            targets = self._tokens([each.target or each.source for each in sentences], max_target_length)
+            batch["labels"] = targets["input_ids"].masked_fill(targets["attention_mask"] == 0, IGNORED_LABEL)
+        return batch
+
+    def _tokens(self, texts: list[str], max_length: int) -> Batch:
+        tokens = self.tokenizer(texts, padding=True, truncation=True, max_length=max_length, return_tensors="pt")
+        return {name: tokens[name].to(self.device) for name in ("input_ids", "attention_mask")}
+
+
+def load(model: str | None, dtype: str, device: str) -> Subject:
+    """Loads the model twice, in fp32 and cast from there as `.half()` casts.
+
+    Args:
+        model: a local directory or a name on the hub; `None` for the embedded model.
+        dtype: a key of `HALF_DTYPES`.
+        device: as for `torch.device`.
+
+    Raises:
+        T5FastPatchError: there is no such model, dtype or device, or the model is not one of text to text.
+    """
+    half_dtype, place = _half_dtype(dtype), _device(device)
+    name = str(DEMO_MODEL) if model is None else _checked(model)
+    with _one_line_errors(name):
+        config = transformers.AutoConfig.from_pretrained(name)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+        fp32 = _class_for(config).from_pretrained(name).float().eval().to(place)
+    half = copy.deepcopy(fp32).to(half_dtype)
+    return Subject("the embedded model" if model is None else model, fp32, half, tokenizer, place)
+
+
+def held_out(model: str | None) -> list[Sentence]:
+    """The held-out sentences in the model's own directory, else those of the embedded model."""
+    own = Path(model or DEMO_MODEL).expanduser() / HELD_OUT
+    path = own if own.is_file() else DEMO_MODEL / HELD_OUT
+    if not path.is_file():
+        raise T5FastPatchError(f"no held-out sentences: there is no {path}")
+    lines = path.read_text(encoding="utf-8").split("\n")
+    records = [json.loads(line) for line in lines if line.strip()]
+    if not records:
+        raise T5FastPatchError(f"no held-out sentences: {path} is empty")
+    return [Sentence(record.get("task", ""), record["source"], record.get("target")) for record in records]
+
+
+def shuffled(sentences: Sequence[Sentence], seed: int) -> list[Sentence]:
+    """The sentences in an order that the seed decides."""
+    return random.Random(seed).sample(list(sentences), len(sentences))
+
+
+def batches(sentences: Sequence[Sentence], size: int) -> Iterator[list[Sentence]]:
+    """Batches of like length, so that little is padded."""
+    by_length = sorted(sentences, key=lambda each: len(each.source))
+    for start in range(0, len(by_length), size):
+        yield by_length[start : start + size]
+
+
+def _half_dtype(name: str) -> torch.dtype:
+    if name not in HALF_DTYPES:
+        raise T5FastPatchError(f"no half-precision dtype is called {name!r}: there are {', '.join(HALF_DTYPES)}")
+    return HALF_DTYPES[name]
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise T5FastPatchError(f"no device {name!r} here: {_first_line(error)}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise T5FastPatchError(f"times are taken on cpu and cuda, not on {name!r}")
+    return device
+
+
+def _checked(model: str) -> str:
+    path = Path(model).expanduser()
+    looks_like_path = model.startswith((".", "~", os.sep)) or model.count("/") > 1 or path.exists()
+    if looks_like_path and not path.is_dir():
+        raise T5FastPatchError(f"there is no model directory {model!r}")
+    return str(path) if looks_like_path else model
+
+
+def _class_for(config: Any) -> Any:
+    names = getattr(config, "architectures", None) or [""]
+    if names[0].endswith("EncoderModel") and hasattr(transformers, names[0]):
+        return getattr(transformers, names[0])
+    return transformers.AutoModelForSeq2SeqLM
+
+
+@contextlib.contextmanager
+def _one_line_errors(name: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, ImportError) as error:
+        raise T5FastPatchError(f"cannot load {name!r}: {_first_line(error)}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,127 @@
+"""The calls that are measured: a full forward, one decoder step, a generation."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+Batch = Mapping[str, torch.Tensor]
+IGNORED_LABEL = -100
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """A call to be measured, as often as one likes, always from the same state.
+
+    Attributes:
+        name: `"forward"`, `"decoder_step"` or `"generate"`.
+        prepare: makes everything ready and gives the call, to be made once. What `prepare` does is not measured.
+    """
+
+    name: str
+    prepare: Callable[[], Callable[[], Any]]
+
+
+def is_seq2seq(model: nn.Module) -> bool:
+    """Whether the model has a decoder to be fed; an encoder alone has the workload `forward` and no other."""
+    return "decoder_input_ids" in inspect.signature(model.forward).parameters
+
+
+def forward(model: nn.Module, batch: Batch) -> Workload:
+    """One forward with everything known: encoder and, with `labels`, the decoder, teacher-forced, and the loss.
+
+    Args:
+        model: any model of the T5 family; of an encoder alone, just its forward is measured.
+        batch: keyword arguments of `model.forward`, as a rule `input_ids` and `attention_mask` (int64, batch x source
+            length) and `labels` (int64, batch x target length, padding -100).
+    """
+    return Workload("forward", lambda: lambda: model(**batch))
+
+
+def decoder_step(model: nn.Module, batch: Batch) -> Workload:
+    """One step of the decoder: one token per sequence, the keys and values of all before it cached.
+
+    The encoder's output and the cache are made now, once, by `model` as it is; the padding mask of the source is
+    passed, as `generate` does. Each call starts from a copy of that cache, made by `prepare`.
+
+    Args:
+        model: a sequence-to-sequence model of the T5 family.
+        batch: as for `forward`, with `labels` of target length 2 or more: all decoder inputs but the last fill the
+            cache, the last is the step.
+    """
+    keyword = cache_keyword(model)
+    context = {name: batch[name] for name in ("attention_mask",) if name in batch}
+    tokens = decoder_input_ids(model, batch["labels"])
+    with torch.no_grad():
+        context["encoder_outputs"] = encoder(model)(**encoder_inputs(batch))
+        prefill = model(decoder_input_ids=tokens[:, :-1], use_cache=True, **context)
+    filled = getattr(prefill, keyword)
+    last = tokens[:, -1:].contiguous()
+
+    def prepare() -> Callable[[], Any]:
+        step = {keyword: _copy_of(filled), **context}
+        return lambda: model(decoder_input_ids=last, use_cache=True, **step)
+
+    return Workload("decoder_step", prepare)
+
+
+def generate(model: nn.Module, batch: Batch, new_tokens: int) -> Workload:
+    """Greedy generation of exactly `new_tokens` tokens per sequence, so that every variant makes as many steps.
+
+    Args:
+        model: a sequence-to-sequence model of the T5 family.
+        batch: as for `forward`; `labels` are not used.
+        new_tokens: how many tokens, the end of sentence put off until then.
+    """
+    inputs = encoder_inputs(batch)
+    length = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens}
+    return Workload("generate", lambda: lambda: greedy(model, inputs, **length))
+
+
+def greedy(model: Any, inputs: Batch, **length: int) -> torch.Tensor:
+    """Greedy generation: int64, batch x (1 + generated length), the decoder's start token first."""
+    tokens: torch.Tensor = model.generate(**inputs, do_sample=False, num_beams=1, **length)
+    return tokens
+
+
+def workloads_for(model: nn.Module, batch: Batch, new_tokens: int) -> list[Workload]:
+    """Every workload that makes sense for the model."""
+    if not is_seq2seq(model):
+        return [forward(model, encoder_inputs(batch))]
+    return [forward(model, batch), decoder_step(model, batch), generate(model, batch, new_tokens)]
+
+
+def encoder(model: Any) -> nn.Module:
+    """The encoder of a sequence-to-sequence model."""
+    module: nn.Module = model.get_encoder()
+    return module
+
+
+def encoder_inputs(batch: Batch) -> dict[str, torch.Tensor]:
+    """The batch without what is the decoder's."""
+    return {name: value for name, value in batch.items() if name != "labels"}
+
+
+def cache_keyword(model: nn.Module) -> str:
+    """What the installed release calls the key/value cache, as an argument and in the output."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+def decoder_input_ids(model: nn.Module, labels: torch.Tensor) -> torch.Tensor:
+    """The labels one place to the right behind the start token, padding instead of -100 (int64, shape of `labels`)."""
+    config: Any = model.config
+    text = getattr(config, "text_config", config)
+    start, padding = text.decoder_start_token_id, text.pad_token_id
+    shifted = torch.cat([torch.full_like(labels[:, :1], start), labels[:, :-1]], dim=1)
+    return shifted.masked_fill(shifted == IGNORED_LABEL, padding)
+
+
+def _copy_of(cache: Any) -> Any:
+    # The tuples of older releases are never written to; a cache object is, by every step.
+    return cache if isinstance(cache, tuple) else copy.deepcopy(cache)
