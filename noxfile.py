@@ -23,20 +23,20 @@ ON_EVERY_PUSH = ("4.26.1", "4.57.6", "5.24.0")
 def run_tests(session: nox.Session, releases: tuple[str, ...]) -> None:
     for release in releases:
         session.log(f"transformers {release}")
-        session.run("python", "-m", "pytest", *session.posargs, env=environment(release))
+        session.run(sys.executable, "-m", "pytest", *session.posargs, env=environment(release))
 
 
 @nox.session
 def lint(session: nox.Session) -> None:
     """ruff: lint and format."""
-    session.run("ruff", "check", ".")
-    session.run("ruff", "format", "--check", ".")
+    session.run(sys.executable, "-m", "ruff", "check", ".")
+    session.run(sys.executable, "-m", "ruff", "format", "--check", ".")
 
 
 @nox.session
 def types(session: nox.Session) -> None:
     """mypy on the package."""
-    session.run("mypy")
+    session.run(sys.executable, "-m", "mypy")
 
 
 @nox.session

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         InvalidPatchError,
         MetaDeviceError,
         NotAppliedError,
+        NotFoundError,
         NothingToPatchError,
         NotT5Error,
         SourceUnavailableError,
@@ -22,19 +23,25 @@ if TYPE_CHECKING:
         UnknownPatchError,
         WrongTypeError,
     )
-    from .registry import list_patches, register
+    from .registry import Contract, ForwardPatch, Role, SourcePatch, State, list_patches, register
 
 __version__ = "0.1.0"
 
 __all__ = [
     "ConflictError",
+    "Contract",
     "ForeignForwardError",
+    "ForwardPatch",
     "InvalidPatchError",
     "MetaDeviceError",
     "NotAppliedError",
+    "NotFoundError",
     "NotT5Error",
     "NothingToPatchError",
+    "Role",
+    "SourcePatch",
     "SourceUnavailableError",
+    "State",
     "T5FastPatchError",
     "UnexpectedSourceError",
     "UnknownPatchError",
@@ -48,8 +55,10 @@ __all__ = [
 ]
 
 # Imported at first use: the start-up hook imports this package in every process, and must not pull in torch.
-_MODULES = {"apply": "engine", "patched": "engine", "remove": "engine", "status": "engine"}
-_MODULES |= {"list_patches": "registry", "register": "registry"}
+_MODULES = dict.fromkeys(("apply", "patched", "remove", "status"), "engine")
+_MODULES |= dict.fromkeys(
+    ("Contract", "ForwardPatch", "Role", "SourcePatch", "State", "list_patches", "register"), "registry"
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -10,19 +10,17 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-import sys
 from types import ModuleType
 
-import wrapt
-
-from .errors import T5FastPatchError
 from .families import FAMILIES, Family
+from .messages import say
 from .registry import check_names
 
 VARIABLE = "T5FASTPATCH"
-QUIET = "T5FASTPATCH_QUIET"
 
-_active = False
+_seen: list[str] = []  # what the variable held at the last call of activate
+_names: list[str] = []  # what is in force: the same, unless it was wrong
+_hooked = False
 
 
 def requested() -> list[str]:
@@ -31,31 +29,40 @@ def requested() -> list[str]:
 
 
 def activate() -> None:
-    """Switches on what the variable asks for; does nothing the second time, or when it asks for nothing."""
-    global _active
+    """Switches on what the variable asks for, in the families that are imported and in those that will be.
+
+    Called again, it does nothing unless the variable has changed since; then it changes what is put on the families
+    that are imported from now on.
+    """
+    global _seen, _names, _hooked
     names = requested()
-    if _active or not names:
+    if names in (_seen, []):
         return
-    _active = True
+    _seen, _names = names, []
     try:
         check_names(names)
-    except T5FastPatchError as error:
-        _say(f"{VARIABLE} changes nothing: {error}")
-        return
+        _names = names
+        if not _hooked:
+            _hooked = True
+            _hook_imports()
+    except Exception as error:
+        say(f"{VARIABLE} changes nothing: {error}")
+
+
+def _hook_imports() -> None:
+    import wrapt
+
     for family in FAMILIES.values():
-        wrapt.register_post_import_hook(functools.partial(_patch, family, names), family.module)
+        wrapt.register_post_import_hook(functools.partial(_patch, family), family.module)
 
 
-def _patch(family: Family, names: list[str], module: ModuleType) -> None:
+def _patch(family: Family, module: ModuleType) -> None:
+    if not _names:
+        return
     try:
         # Imported here, for the sake of programs that never import torch.
         classwide = importlib.import_module(f"{__package__}.classwide")
         registry = importlib.import_module(f"{__package__}.registry")
-        _say(classwide.enable(family, registry.select(names)).line())
+        say(classwide.enable(family, registry.select(_names)).line())
     except Exception as error:
-        _say(f"{family.name} stays unpatched: {error}")
-
-
-def _say(line: str) -> None:
-    if os.environ.get(QUIET, "") in ("", "0"):
-        print(line if line.startswith("t5fastpatch") else f"t5fastpatch: {line}", file=sys.stderr)
+        say(f"{family.name} stays unpatched: {error}")

@@ -10,10 +10,10 @@ from types import FunctionType
 
 from .families import Family
 from .findings import family_classes, survey, transformers_version
-from .install import new_function
-from .registry import ForwardPatch, Patch, Selection, State
+from .install import LOCK, new_function
+from .registry import ForwardPatch, Patch, Selection, State, rival
 from .report import Report, Row
-from .rewrite import ORIGINAL_CODE, ORIGINAL_FORWARD, innermost, upstream_function
+from .rewrite import ORIGINAL_CODE, ORIGINAL_FORWARD, innermost, rewrap, upstream_function
 
 _on: dict[type, tuple[Patch, ...]] = {}
 
@@ -29,42 +29,39 @@ def enable(family: Family, selection: Selection) -> Report:
     Raises:
         ConflictError, ForeignForwardError, UnexpectedSourceError: and no class is changed.
     """
-    classes = family_classes(family)
-    plan = {cls: dict.fromkeys(process_wide(cls)) for cls in classes}
-    rows = []
-    for patch in selection.patches:
-        found = survey(patch, classes)
-        state, why = found.state, str(found.refusal or "")
-        if state is State.APPLIES and patch.unsafe_alone and patch.name not in selection.named:
-            state, why = State.UNSAFE, patch.unsafe_alone
-        elif state is State.APPLIES:
-            state = State.ON
-            for cls in found.classes:
-                plan[cls][patch] = None
-        rows.append(Row(patch.name, state, found.sites, 0, patch.contract.value, why))
-    changes = {cls: tuple(on) for cls, on in plan.items() if tuple(on) != process_wide(cls)}
-    functions = {cls: new_function(cls, on) for cls, on in changes.items()}
-    for cls, on in changes.items():
-        _put(cls, on, functions[cls])
-    return Report(family.name, transformers_version(), tuple(rows))
+    with LOCK:
+        classes = family_classes(family)
+        plan = {cls: list(process_wide(cls)) for cls in classes}
+        rows = []
+        # Named ones first: where two exclude each other, the one that was asked for stays.
+        for patch in sorted(selection.patches, key=lambda patch: patch.name not in selection.named):
+            found = survey(patch, classes)
+            state, why = found.state, str(found.refusal or "")
+            other = rival(patch, (each for on in plan.values() for each in on if each is not patch))
+            if state is State.APPLIES and patch.unsafe_alone and patch.name not in selection.named:
+                state, why = State.UNSAFE, patch.unsafe_alone
+            elif state is State.APPLIES and other is not None:
+                state, why = State.CONFLICT, f"cannot be on together with {other.name}"
+            elif state is State.APPLIES:
+                state = State.ON
+                for cls in found.classes:
+                    plan[cls] += [patch] if patch not in plan[cls] else []
+            rows.append(Row(patch.name, state, found.sites, 0, patch.contract.value, why))
+        changes = {cls: tuple(on) for cls, on in plan.items() if tuple(on) != process_wide(cls)}
+        # Every function is made, and every class looked at, before the first one changes.
+        functions = {cls: (upstream_function(cls), new_function(cls, on)) for cls, on in changes.items()}
+        for cls, (upstream, function) in functions.items():
+            _put(cls, changes[cls], upstream, function)
+        return Report(family.name, transformers_version(), tuple(rows))
 
 
-def disable(family: Family) -> None:
-    """Gives a family's classes upstream's code back."""
-    for cls in family_classes(family):
-        _on.pop(cls, None)
-        if cls in ORIGINAL_FORWARD:
-            cls.forward, _ = ORIGINAL_FORWARD.pop(cls)  # type: ignore[attr-defined]
-        upstream = innermost(upstream_function(cls))
-        upstream.__code__ = ORIGINAL_CODE.pop(upstream, upstream.__code__)
-
-
-def _put(cls: type, patches: tuple[Patch, ...], function: FunctionType) -> None:
-    upstream = innermost(upstream_function(cls))
+def _put(cls: type, patches: tuple[Patch, ...], upstream: FunctionType, function: FunctionType) -> None:
     if any(isinstance(patch, ForwardPatch) for patch in patches):
-        ORIGINAL_FORWARD[cls] = upstream_function(cls), function
-        cls.forward = function  # type: ignore[attr-defined]
+        wrapped = rewrap(upstream, innermost(upstream), function)
+        ORIGINAL_FORWARD[cls] = upstream, wrapped
+        cls.forward = wrapped  # type: ignore[attr-defined]
     else:
-        ORIGINAL_CODE.setdefault(upstream, upstream.__code__)
-        upstream.__code__ = function.__code__
+        inner = innermost(upstream)
+        ORIGINAL_CODE.setdefault(inner, inner.__code__)
+        inner.__code__ = function.__code__
     _on[cls] = patches

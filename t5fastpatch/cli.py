@@ -8,11 +8,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from . import __version__
-from .errors import T5FastPatchError, WrongTypeError
+from .cli_ablate import ablate
+from .errors import NotFoundError, T5FastPatchError
 from .families import FAMILIES
-from .measure.command import ablate
 
 app = typer.Typer(
     add_completion=False,
@@ -41,7 +42,7 @@ def list_() -> None:
 
     table = Table("patch", "what it replaces", "contract", "asked for by name only, because")
     for patch in list_patches():
-        table.add_row(patch.name, patch.summary, patch.contract.value, patch.unsafe_alone)
+        table.add_row(*map(Text, (patch.name, patch.summary, patch.contract.value, patch.unsafe_alone)))
     Console().print(table)
 
 
@@ -66,21 +67,23 @@ def show(
     from .registry import get_patch
 
     if family is not None and family not in FAMILIES:
-        raise WrongTypeError(f"there is no family {family!r}: there are {', '.join(FAMILIES)}")
+        raise NotFoundError(f"there is no family {family!r}: there are {', '.join(FAMILIES)}")
     print(diff(get_patch(patch), [FAMILIES[family]] if family else list(FAMILIES.values())))
 
 
-@app.command(context_settings={"allow_interspersed_args": False})
-def run(
+@app.command("run", context_settings={"allow_interspersed_args": False})
+def run_(
     target: Annotated[str, typer.Argument(help="A script, or with -m a module.")],
     args: Annotated[list[str] | None, typer.Argument(help="The program's own arguments.")] = None,
     patches: Annotated[str | None, typer.Option(help="Names, with commas; else T5FASTPATCH, else 'safe'.")] = None,
     module: Annotated[bool, typer.Option("-m", help="The target is a module.")] = False,
 ) -> None:
     """Run an unmodified program with patches on, process-wide."""
-    from .launcher import run as launch
+    raise _Program(target, args or [], module, patches)
 
-    launch(target, args or [], module=module, patches=patches)
+
+class _Program(Exception):
+    """Ends the command line: what `run` is to start runs outside of it, where nothing handles the program's errors."""
 
 
 app.command()(ablate)
@@ -88,18 +91,40 @@ app.command()(ablate)
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line with `argv` (`sys.argv[1:]` without it) and returns the exit code."""
+    excepthook = sys.excepthook
     try:
         app(argv)
     except T5FastPatchError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return _report_error(error)
     except SystemExit as end:
         if isinstance(end.code, int | None):
             return end.code or 0
         raise
-    return 0
+    except _Program as program:
+        target, args, module, patches = program.args
+    else:
+        return 0
+    finally:
+        sys.excepthook = excepthook  # which typer has replaced
+    return _launch(target, args, module, patches)
 
 
 def entry() -> None:
     """The console script."""
     sys.exit(main())
+
+
+def _launch(target: str, args: list[str], module: bool, patches: str | None) -> int:
+    from .launcher import check, run
+
+    try:
+        check(target, module=module)
+    except T5FastPatchError as error:
+        return _report_error(error)
+    run(target, args, module=module, patches=patches)
+    return 0
+
+
+def _report_error(error: T5FastPatchError) -> int:
+    print(f"error: {error}", file=sys.stderr)
+    return 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 
 from .errors import NothingToPatchError
 from .families import Family
@@ -46,5 +45,4 @@ def _family_diff(patch: Patch, classes: list[type]) -> str:
         edits += found.edits
         if found.forward is not None:
             edits.append(Edit(method.first, method.last, method_source(found.forward)))
-    path = Path(method.path)
-    return unified_diff(method.file, edits, "/".join(path.parts[path.parts.index("transformers") :]))
+    return unified_diff(Method.of(classes[0]).file, edits, classes[0].__module__.replace(".", "/") + ".py")

@@ -3,22 +3,38 @@
 from __future__ import annotations
 
 import contextlib
-import threading
+import dataclasses
+import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
 
 from .classwide import process_wide
-from .errors import MetaDeviceError, NotAppliedError, NothingToPatchError, NotT5Error, WrongTypeError
-from .families import FAMILIES, family_of
+from .errors import (
+    ForeignForwardError,
+    MetaDeviceError,
+    NotAppliedError,
+    NothingToPatchError,
+    NotT5Error,
+    WrongTypeError,
+)
+from .families import FAMILIES, family_of, role_of
 from .findings import Survey, survey, transformers_version, upstream_class
-from .install import check_forward, patches_on, set_patches
-from .registry import Patch, Selection, State, check_conflicts, list_patches, select
+from .install import LOCK, check_forward, exchange_classes, patched_class, patches_on
+from .registry import (
+    PRESETS,
+    Patch,
+    Selection,
+    State,
+    check_conflict,
+    check_names,
+    list_patches,
+    names_of,
+    rival,
+    select,
+)
 from .report import Report, Row
-
-_lock = threading.RLock()
-_Parts = list[tuple[nn.Module, type]]
 
 
 def apply(model: Any, patches: str | Iterable[str] | None = None) -> Report:
@@ -35,90 +51,157 @@ def apply(model: Any, patches: str | Iterable[str] | None = None) -> Report:
         or, when not named, cannot be applied here, is a row and no error.
 
     Raises:
-        UnknownPatchError, WrongTypeError, ConflictError: for the selection.
+        UnknownPatchError, InvalidPatchError, WrongTypeError, ConflictError: for the selection.
         NotT5Error: the model has no T5 part.
         NothingToPatchError: none of the patches has a place in the model.
         MetaDeviceError: the model has no weights yet.
         ForeignForwardError, SourceUnavailableError, UnexpectedSourceError: upstream's code is not what a named patch
             knows. The model is then exactly as it was, as after any other error.
     """
-    with _lock:
+    with LOCK:
         selection = select(patches)
-        parts = _parts(model)
-        _check_device(model, parts)
-        surveys = {patch: survey(patch, (cls for _, cls in parts)) for patch in selection.patches}
-        chosen = [patch for patch, found in surveys.items() if _may_apply(patch, found, selection)]
-        _check_some_effect(model, selection, surveys, chosen)
-        check_conflicts({*chosen, *_all_on(parts)})
+        parts = _Parts.of(model)
+        parts.check_device()
+        surveys = parts.surveys(selection.patches)
+        chosen = _choose(selection, surveys, parts.on())
+        _check_some_effect(parts, selection, surveys, chosen)
         _change(
             (module, cls, [*patches_on(module), *(patch for patch in chosen if cls in surveys[patch].classes)])
-            for module, cls in parts
+            for module, cls in parts.modules
         )
-        return _report(model, parts, surveys)
+        return parts.report(surveys)
 
 
 def remove(model: Any, patches: str | Iterable[str] | None = None) -> Report:
-    """Takes patches off a model, which is then bit for bit as before: all of them, or those named.
+    """Takes patches off a model, which is then bit for bit as before.
+
+    Args:
+        model: as for `apply`.
+        patches: names; a preset stands for those of its patches that are on. `None` for all that are on.
 
     Returns:
         A row for each patch that was taken off.
 
     Raises:
-        NotAppliedError: the model has no patch, or not one that is named; or only from `T5FASTPATCH`, process-wide.
+        NotAppliedError: the model has none of these patches, or has them only from `T5FASTPATCH`, process-wide. One
+            that `apply` found to be superfluous or absent may be named beside others that are on.
         ForeignForwardError: a patched module's class has been derived from since.
         UnknownPatchError, WrongTypeError, NotT5Error: as for `apply`.
     """
-    with _lock:
-        parts = _parts(model)
-        on = {patch for module, _ in parts for patch in patches_on(module)}
-        unwanted = on if patches is None else set(select(patches).patches)
-        if not unwanted or unwanted - on:
-            names = ", ".join(sorted(patch.name for patch in unwanted - on)) or "any patch"
-            wide = "; what T5FASTPATCH put on the whole process stays until it is unset" if _all_on(parts) - on else ""
-            raise NotAppliedError(f"this {type(model).__name__} does not have {names}{wide}")
-        _change((module, cls, [each for each in patches_on(module) if each not in unwanted]) for module, cls in parts)
-        surveys = {patch: survey(patch, (cls for _, cls in parts)) for patch in _in_order(unwanted)}
-        return _report(model, parts, surveys)
+    with LOCK:
+        parts = _Parts.of(model)
+        own = {patch.name: patch for module, _ in parts.modules for patch in patches_on(module)}
+        names = ["all"] if patches is None else names_of(patches)
+        check_names(name for name in names if name not in own)
+        unwanted = [patch for patch in own.values() if {"all", patch.name} & set(names)]
+        unwanted += [patch for patch in own.values() if "safe" in names and not patch.unsafe_alone]
+        if not unwanted:
+            wide = {patch.name for patch in parts.on()} - set(own)
+            hint = "; what T5FASTPATCH put on the whole process stays until it is unset" if wide else ""
+            what = "any patch to remove" if set(names) & set(PRESETS) else ", ".join(names)
+            raise NotAppliedError(f"this {parts.name} does not have {what}{hint}")
+        _change((module, cls, [p for p in patches_on(module) if p not in unwanted]) for module, cls in parts.modules)
+        return parts.report(parts.surveys(dict.fromkeys(unwanted)))
 
 
 @contextlib.contextmanager
 def patched(model: Any, patches: str | Iterable[str] | None = None) -> Iterator[Report]:
-    """Patches on for the length of a `with` block, and then exactly those that were on before.
+    """Patches on for the length of a `with` block, which then takes off those that it put on.
 
     Raises:
         As `apply`.
     """
-    with _lock:
-        before = [(module, cls, patches_on(module)) for module, cls in _parts(model)]
+    with LOCK:
+        before = {id(module): patches_on(module) for module, _ in _Parts.of(model).modules}
         report = apply(model, patches)
+        added = [
+            (module, cls, new)
+            for module, cls in _Parts.of(model).modules
+            if (new := set(patches_on(module)) - set(before[id(module)]))
+        ]
     try:
         yield report
     finally:
-        with _lock:
-            _change(before)
+        with LOCK:
+            _take_off(added)
 
 
 def status(model: Any) -> Report:
     """What each patch has to say of a model: applies, already upstream, on, and so on. Changes nothing.
 
     Raises:
-        NotT5Error: the model has no T5 part.
+        NotT5Error, WrongTypeError: as for `apply`.
     """
-    parts = _parts(model)
-    return _report(model, parts, {patch: survey(patch, (cls for _, cls in parts)) for patch in list_patches()})
+    parts = _Parts.of(model)
+    return parts.report(parts.surveys(list_patches()))
 
 
-def _parts(model: Any) -> _Parts:
-    """The modules of the T5 family, each with the upstream class whose forward it runs."""
-    parts = []
-    for root in _roots(model):
-        for module in root.modules():
-            cls = upstream_class(type(module))
-            if cls is not None:
-                parts.append((module, cls))
-    if not parts:
-        raise NotT5Error(f"this {type(model).__name__} has no module of the T5 family ({', '.join(FAMILIES)})")
-    return parts
+@dataclasses.dataclass(frozen=True)
+class _Parts:
+    """The modules of the T5 family in a model, each with the upstream class whose forward it runs.
+
+    `strangers` are modules of classes that derive from upstream's and bring a forward of their own.
+    """
+
+    name: str
+    roots: list[nn.Module]
+    modules: list[tuple[nn.Module, type]]
+    strangers: list[tuple[nn.Module, type]]
+
+    @classmethod
+    def of(cls, model: Any) -> _Parts:
+        name, roots = type(model).__name__, _roots(model)
+        modules, strangers = [], []
+        for module in dict.fromkeys(module for root in roots for module in root.modules()):
+            upstream = upstream_class(type(module))
+            if upstream is not None:
+                modules.append((module, upstream))
+            else:
+                strangers += [(module, base) for base in inspect.getmro(type(module)) if role_of(base)][:1]
+        if not modules and not strangers:
+            raise NotT5Error(f"this {name} has no module of the T5 family ({', '.join(FAMILIES)})")
+        return cls(name, roots, modules, strangers)
+
+    def surveys(self, patches: Iterable[Patch]) -> dict[Patch, Survey]:
+        return {patch: survey(patch, (cls for _, cls in self.modules)) for patch in patches}
+
+    def on(self) -> list[Patch]:
+        """The patches that are on any of the modules, for this model or for the process."""
+        found = (patch for module, cls in self.modules for patch in (*patches_on(module), *process_wide(cls)))
+        return list(dict.fromkeys(found))
+
+    def check_device(self) -> None:
+        # With accelerate's offloading the weights are on the meta device between two calls, and a hook brings them.
+        hooked = any(hasattr(module, "_hf_hook") for root in self.roots for module in root.modules())
+        meta = any(each.is_meta for module, _ in self.modules for each in module.parameters(recurse=False))
+        if meta and not hooked:
+            raise MetaDeviceError(f"this {self.name} is on the meta device: load its weights, then apply")
+
+    def report(self, surveys: Mapping[Patch, Survey]) -> Report:
+        families = dict.fromkeys(family.name for _, cls in self.modules if (family := family_of(cls)))
+        rows = tuple(self._row(patch, found) for patch, found in surveys.items())
+        return Report(f"{self.name} ({', '.join(families)})", transformers_version(), rows)
+
+    def _row(self, patch: Patch, found: Survey) -> Row:
+        on = [module for module, cls in self.modules if patch in (*patches_on(module), *process_wide(cls))]
+        places = [module for module, cls in self.modules if cls in found.classes] or on
+        state, notes = found.state, [str(found.refusal or "")]
+        others = [other for other in self.on() if other is not patch]
+        if on:
+            state = State.ON
+            wide = any(patch in process_wide(cls) for _, cls in self.modules)
+            notes += [patch.unsafe_alone, "process-wide" if wide else ""]
+            notes.append(f"on {len(on)} of {len(places)} modules" if len(on) < len(places) else "")
+        elif state is State.APPLIES and (other := rival(patch, others)) is not None:
+            state = State.CONFLICT
+            notes.append(f"cannot be on one model with {other.name}")
+        elif state is State.APPLIES and patch.unsafe_alone:
+            state = State.UNSAFE
+            notes.append(patch.unsafe_alone)
+        strangers = sum(role_of(cls) is patch.role for _, cls in self.strangers)
+        notes.append(f"left alone: {strangers} modules with a forward of their own" if strangers else "")
+        why = "; ".join(filter(None, notes))
+        return Row(patch.name, state, found.sites, len(places), patch.contract.value, why)
 
 
 def _roots(model: Any) -> list[nn.Module]:
@@ -126,80 +209,76 @@ def _roots(model: Any) -> list[nn.Module]:
         return [model]
     components = getattr(model, "components", None)
     held = list(components.values()) if isinstance(components, Mapping) else [getattr(model, "model", None)]
-    roots = [each for each in held if isinstance(each, nn.Module)]
+    roots = list(dict.fromkeys(each for each in held if isinstance(each, nn.Module)))
     if not roots:
         raise WrongTypeError(f"a model is a torch.nn.Module, or holds one as .model or .components: {model!r:.80}")
     return roots
 
 
-def _check_device(model: Any, parts: _Parts) -> None:
-    # With accelerate's offloading the weights are on the meta device between two calls, and a hook brings them.
-    if not any(hasattr(module, "_hf_hook") for root in _roots(model) for module in root.modules()) and any(
-        parameter.is_meta for module, _ in parts for parameter in module.parameters(recurse=False)
-    ):
-        raise MetaDeviceError(f"this {type(model).__name__} is on the meta device: load its weights, then apply")
+def _choose(selection: Selection, surveys: Mapping[Patch, Survey], on: list[Patch]) -> list[Patch]:
+    """The patches to be applied: all that are named, and those of the presets that nothing speaks against."""
+    chosen = []
+    for patch in (patch for patch in selection.patches if patch.name in selection.named):
+        found = surveys[patch]
+        if found.refusal is not None and patch not in on:
+            raise found.refusal
+        if found.state is State.APPLIES:
+            check_conflict(patch, on)
+            chosen.append(patch)
+    for patch in (patch for patch in selection.patches if patch.name not in selection.named):
+        applies = surveys[patch].state is State.APPLIES and not patch.unsafe_alone
+        if applies and rival(patch, [*on, *chosen]) is None:
+            chosen.append(patch)
+    return chosen
 
 
-def _may_apply(patch: Patch, found: Survey, selection: Selection) -> bool:
-    if found.state is State.REFUSED and patch.name in selection.named:
-        assert found.refusal is not None
-        raise found.refusal
-    return found.state is State.APPLIES and (not patch.unsafe_alone or patch.name in selection.named)
-
-
-def _check_some_effect(model: Any, selection: Selection, surveys: Mapping[Patch, Survey], chosen: list[Patch]) -> None:
+def _check_some_effect(
+    parts: _Parts, selection: Selection, surveys: Mapping[Patch, Survey], chosen: list[Patch]
+) -> None:
     """Raises where the selection asks for something and nothing comes of it."""
-    if chosen or any(found.state is State.UPSTREAM for found in surveys.values()):
+    settled = any(found.state is State.UPSTREAM for found in surveys.values())
+    if chosen or settled or set(selection.patches) & set(parts.on()):
         return
     for found in surveys.values():
         if found.refusal is not None:
             raise found.refusal
     names = ", ".join(patch.name for patch in selection.patches) or "an empty selection"
-    raise NothingToPatchError(f"{names} changes nothing in this {type(model).__name__}: see t5fastpatch.status(model)")
+    raise NothingToPatchError(
+        f"{names} changes nothing in this {parts.name} (transformers {transformers_version()}): "
+        "see t5fastpatch.status(model)"
+    )
 
 
-def _change(wanted: Iterable[tuple[nn.Module, type, Iterable[Patch]]]) -> None:
-    """Gives each module its patches; after an error every module has what it had."""
-    changes = []
+def _take_off(added: Iterable[tuple[nn.Module, type, set[Patch]]]) -> None:
+    """Takes patches off every module that lets it, whatever has been done to them since; says so of the others."""
+    failure: ForeignForwardError | None = None
+    for module, cls, patches in added:
+        try:
+            _change([(module, cls, [each for each in patches_on(module) if each not in patches])], check=False)
+        except ForeignForwardError as error:
+            failure = error
+    if failure is not None:
+        raise failure
+
+
+def _change(wanted: Iterable[tuple[nn.Module, type, Iterable[Patch]]], *, check: bool = True) -> None:
+    """Gives each module its patches: first every new class is made, then all are exchanged, or none."""
+    classes = []
     for module, cls, patches in wanted:
-        after = tuple(_in_order(patch for patch in patches if patch not in process_wide(cls)))
-        if after != patches_on(module):
-            check_forward(module)
-            changes.append((module, cls, patches_on(module), after))
-    done = 0
+        wide = process_wide(cls)
+        # By name, so that equal sets give equal classes.
+        after = sorted({patch for patch in patches if patch not in wide}, key=lambda patch: patch.name)
+        if tuple(after) == patches_on(module):
+            continue
+        if check:
+            _check_forward(module, after)
+        classes.append((module, patched_class(module, after, wide)))
+    exchange_classes(classes)
+
+
+def _check_forward(module: nn.Module, patches: Iterable[Patch]) -> None:
     try:
-        for module, cls, _, after in changes:
-            set_patches(module, after, process_wide=process_wide(cls))
-            done += 1
-    except BaseException:
-        for module, cls, before, _ in changes[: done + 1]:
-            set_patches(module, before, process_wide=process_wide(cls))
-        raise
-
-
-def _in_order(patches: Iterable[Patch]) -> list[Patch]:
-    """Each patch once, by name, so that equal sets give equal classes."""
-    return sorted(set(patches), key=lambda patch: patch.name)
-
-
-def _all_on(parts: _Parts) -> set[Patch]:
-    return {patch for module, cls in parts for patch in (*patches_on(module), *process_wide(cls))}
-
-
-def _report(model: Any, parts: _Parts, surveys: Mapping[Patch, Survey]) -> Report:
-    families = {family.name: None for _, cls in parts if (family := family_of(cls))}
-    rows = tuple(_row(patch, found, parts) for patch, found in surveys.items())
-    return Report(f"{type(model).__name__} ({', '.join(families)})", transformers_version(), rows)
-
-
-def _row(patch: Patch, found: Survey, parts: _Parts) -> Row:
-    modules = [(module, cls) for module, cls in parts if cls in found.classes]
-    wide = [module for module, cls in modules if patch in process_wide(cls)]
-    on = [module for module, cls in modules if patch in process_wide(cls) or patch in patches_on(module)]
-    state, why = found.state, str(found.refusal or "")
-    if state is State.APPLIES:
-        state = State.ON if on else State.UNSAFE if patch.unsafe_alone else State.APPLIES
-        notes = [patch.unsafe_alone, "process-wide" if wide else ""]
-        notes.append(f"on {len(on)} of {len(modules)} modules" if on and len(on) < len(modules) else "")
-        why = "; ".join(filter(None, notes))
-    return Row(patch.name, state, found.sites, len(modules), patch.contract.value, why)
+        check_forward(module)
+    except ForeignForwardError as error:
+        names = ", ".join(patch.name for patch in patches) or "remove"
+        raise ForeignForwardError(f"{names}: {error}") from None

@@ -8,6 +8,7 @@ __all__ = [
     "InvalidPatchError",
     "MetaDeviceError",
     "NotAppliedError",
+    "NotFoundError",
     "NotT5Error",
     "NothingToPatchError",
     "SourceUnavailableError",
@@ -36,6 +37,10 @@ class InvalidPatchError(T5FastPatchError, ValueError):
 
 class ConflictError(T5FastPatchError, ValueError):
     """Two patches cannot be on one model together."""
+
+
+class NotFoundError(T5FastPatchError, FileNotFoundError):
+    """There is no such model, family, script or file."""
 
 
 class NotT5Error(T5FastPatchError, TypeError):

@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import itertools
 from collections.abc import Iterable
 from types import FunctionType
 
-from .errors import ForeignForwardError, SourceUnavailableError, T5FastPatchError
+from torch.utils._python_dispatch import _disable_current_modes
+
+from .errors import T5FastPatchError, UnexpectedSourceError
 from .families import Family, family_of, role_of
 from .registry import Finding, Patch, State
 from .rewrite import Method, upstream_function
@@ -39,7 +42,10 @@ def survey(patch: Patch, classes: Iterable[type]) -> Survey:
     found = {cls: finding(patch, cls) for cls in dict.fromkeys(classes) if role_of(cls) is patch.role}
     for cls, each in found.items():
         if each.refusal is not None:
-            message = f"{patch.name} on {cls.__name__}, transformers {transformers_version()}: {each.refusal}"
+            message = (
+                f"{patch.name} on {cls.__name__}, transformers {transformers_version()}: {each.refusal}. "
+                "Leave the patch out there, and please report it"
+            )
             return Survey(State.REFUSED, refusal=type(each.refusal)(message))
     applies = frozenset(cls for cls, each in found.items() if each.state is State.APPLIES)
     state = State.APPLIES if applies else State.UPSTREAM if found else State.ABSENT
@@ -47,15 +53,20 @@ def survey(patch: Patch, classes: Iterable[type]) -> Survey:
 
 
 def finding(patch: Patch, cls: type) -> Finding:
-    """What `patch` finds in the forward of an upstream class; one that cannot be read is a refusal."""
+    """What `patch` finds in the forward of an upstream class; what cannot be read or judged is a refusal."""
     try:
         key = patch, upstream_function(cls)
-        if key not in _found:
-            _found[key] = patch.find(Method.of(cls))
-        return _found[key]
-    except (SourceUnavailableError, ForeignForwardError) as error:
-        # Not remembered: the next look may find it mended.
+        if key in _found:
+            return _found[key]
+        # What a patch tries out must run for real, whatever mode the caller is in: fake tensors, a census.
+        with _disable_current_modes():
+            found = patch.find(Method.of(cls))
+        # A refusal is not remembered: the next look may find its cause mended.
+        return _found.setdefault(key, found) if found.refusal is None else found
+    except T5FastPatchError as error:
         return Finding(State.REFUSED, refusal=error)
+    except Exception as error:
+        return Finding(State.REFUSED, refusal=UnexpectedSourceError(f"it could not be judged ({error!r})"))
 
 
 def upstream_class(cls: type) -> type | None:
@@ -63,21 +74,24 @@ def upstream_class(cls: type) -> type | None:
 
     A subclass that brings a forward of its own runs no code of upstream's to change.
     """
-    mro = inspect.getmro(cls)
-    for base in mro:
-        if family_of(base) is not None and "forward" in vars(base) and "t5fastpatch" not in vars(base):
-            return base if all(_keeps_forward(each, base) for each in mro[: mro.index(base)]) else None
+    providers = [base for base in inspect.getmro(cls) if "forward" in vars(base)]
+    for index, base in enumerate(providers):
+        if family_of(base) is not None and not _is_patched(base):
+            pairs = itertools.pairwise(providers[: index + 1])
+            return base if all(_keeps_forward(upper, lower, base) for upper, lower in pairs) else None
     return None
 
 
-def _keeps_forward(cls: type, upstream: type) -> bool:
-    """Whether a class runs the forward of the `upstream` class it derives from, patched or not."""
-    if "forward" not in vars(cls) or "t5fastpatch" in vars(cls):
-        return True
+def _is_patched(cls: type) -> bool:
+    return isinstance(vars(cls).get("t5fastpatch"), tuple)
+
+
+def _keeps_forward(cls: type, below: type, upstream: type) -> bool:
+    """Whether a class runs the forward of the class `below` it, and so that of `upstream`, patched or not."""
     # Recent releases wrap the forward of whatever derives from a layer once more, as they did upstream's.
-    wrapper, inherited = vars(cls)["forward"], super(cls, cls).forward  # type: ignore[arg-type]
-    same_code = getattr(wrapper, "__code__", None) is getattr(vars(upstream)["forward"], "__code__", None)
-    return same_code and getattr(wrapper, "__wrapped__", None) is inherited
+    wrapper, code = vars(cls)["forward"], getattr(vars(upstream)["forward"], "__code__", None)
+    wraps_below = getattr(wrapper, "__wrapped__", None) is vars(below)["forward"]
+    return _is_patched(cls) or (wraps_below and wrapper.__code__ is code)
 
 
 def family_classes(family: Family) -> list[type]:

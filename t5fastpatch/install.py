@@ -9,24 +9,34 @@ from __future__ import annotations
 
 import copy
 import copyreg
+import threading
 import types
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
 from torch import nn
+from torch.nn.utils import parametrize
 
 from .errors import ConflictError, ForeignForwardError, UnexpectedSourceError
-from .findings import finding, upstream_class
+from .findings import finding, transformers_version, upstream_class
 from .registry import Finding, Patch, State
 from .rewrite import Method, innermost, rewrap, upstream_function
 
-# By the upstream function too, since other code may exchange it.
-_subclasses: dict[tuple[type, tuple[Patch, ...], types.FunctionType], type] = {}
+# Whatever changes classes or models holds it.
+LOCK = threading.RLock()
+
+# By the upstream function too, since other code may exchange it. Those of other people's classes, which may be made by
+# the model (FSDP's, parametrized ones), live as long as something has them.
+_Key = tuple[type, tuple[Patch, ...], tuple[Patch, ...], types.FunctionType]
+_subclasses: dict[_Key, type[nn.Module]] = {}
+_passing_subclasses: MutableMapping[_Key, type[nn.Module]] = weakref.WeakValueDictionary()
 
 
 def patches_on(module: nn.Module) -> tuple[Patch, ...]:
     """The patches that this one module has, process-wide ones aside."""
-    return getattr(type(module), "t5fastpatch", ())
+    patches = getattr(type(module), "t5fastpatch", ())
+    return patches if isinstance(patches, tuple) else ()
 
 
 def new_function(cls: type, patches: Sequence[Patch]) -> types.FunctionType:
@@ -48,17 +58,28 @@ def new_function(cls: type, patches: Sequence[Patch]) -> types.FunctionType:
     return Method.of(cls).edited([edit for found in findings for edit in found.edits], label)
 
 
-def set_patches(module: nn.Module, patches: Sequence[Patch], *, process_wide: Sequence[Patch] = ()) -> None:
-    """Gives a module exactly these patches (none: its upstream class again), whatever it had before.
+def patched_class(module: nn.Module, patches: Sequence[Patch], process_wide: Sequence[Patch]) -> type[nn.Module]:
+    """The class that gives a module exactly these patches (none: its own class), whatever it has now.
 
     `process_wide` are the patches that its upstream class has for the whole process; they stay.
+
+    Raises:
+        ForeignForwardError, ConflictError, UnexpectedSourceError: there can be no such class.
     """
-    before = type(module)
     base = own_class(module)
-    after = _subclass(base, tuple(patches), tuple(process_wide)) if patches else base
-    if after is not before:
-        module.__class__ = after
-        _rebind(module, before, after)
+    return _subclass(base, tuple(patches), tuple(process_wide)) if patches else base
+
+
+def exchange_classes(classes: Sequence[tuple[nn.Module, type[nn.Module]]]) -> None:
+    """Gives each module its class; after an error each has the one it had."""
+    before = [(module, type(module)) for module, _ in classes]
+    try:
+        for module, cls in classes:
+            _exchange_class(module, cls)
+    except BaseException:
+        for module, cls in before:
+            _exchange_class(module, cls)
+        raise
 
 
 def own_class(module: nn.Module) -> type[nn.Module]:
@@ -68,7 +89,7 @@ def own_class(module: nn.Module) -> type[nn.Module]:
         ForeignForwardError: another class has been derived from our subclass since.
     """
     cls = type(module)
-    if "t5fastpatch" in vars(cls):
+    if patches_on(module) and "t5fastpatch" in vars(cls):
         base: type[nn.Module] = cls.__bases__[0]
         return base
     if patches_on(module):
@@ -80,14 +101,21 @@ def own_class(module: nn.Module) -> type[nn.Module]:
 
 
 def check_forward(module: nn.Module) -> None:
-    """Raises `ForeignForwardError` where the module has a forward of its own that would hide a patched one."""
+    """Raises `ForeignForwardError` where the module has a forward of its own that would hide a patched one.
+
+    The message begins with the class; the caller says which patch.
+    """
+    if parametrize.is_parametrized(module):
+        raise ForeignForwardError(
+            f"this {type(module).__name__} is parametrized: remove the parametrization, apply, and parametrize again"
+        )
     instance = vars(module)
     names = [name for name in ("_old_forward", "forward") if name in instance]
     # accelerate's hooks put a wrapper on the instance, and what it wraps under `_old_forward`.
     if names and not _is_bound(instance[names[0]], module, type(module)):
         raise ForeignForwardError(
-            f"this {type(module).__name__} has a forward of its own ({instance[names[0]]!r}), so the class's would not "
-            "run: undo that other patch, then apply"
+            f"this {type(module).__name__} has a forward of its own ({instance[names[0]]!r:.80}), so a patched one "
+            f"would not run (transformers {transformers_version()}): undo that other patch, then apply"
         )
 
 
@@ -108,22 +136,29 @@ def _is_bound(forward: object, module: nn.Module, cls: type) -> bool:
     )
 
 
-def _rebind(module: nn.Module, before: type, after: type) -> None:
-    """Exchanges the bound methods that the instance keeps of its former class's forward."""
+def _exchange_class(module: nn.Module, after: type[nn.Module]) -> None:
+    before = type(module)
+    if after is before:
+        return
+    module.__class__ = after
+    # The bound methods of the former class's forward that the instance keeps.
     for name in ("_old_forward", "forward"):
         if _is_bound(vars(module).get(name), module, before):
-            setattr(module, name, types.MethodType(after.forward, module))  # type: ignore[attr-defined]
+            setattr(module, name, types.MethodType(after.forward, module))
 
 
 def _subclass(base: type[nn.Module], patches: tuple[Patch, ...], process_wide: tuple[Patch, ...]) -> type[nn.Module]:
     upstream = upstream_class(base)
     assert upstream is not None
     outer = upstream_function(upstream)
-    key = (base, (*patches, *process_wide), outer)
-    if key not in _subclasses:
+    key = (base, patches, process_wide, outer)
+    known = _subclasses if base is upstream else _passing_subclasses
+    if key not in known:
         new = new_function(upstream, list(dict.fromkeys((*process_wide, *patches))))
-        _subclasses[key] = _derive(base, patches, rewrap(outer, innermost(outer), new))
-    return _subclasses[key]
+        derived: type[nn.Module] = _derive(base, patches, rewrap(outer, innermost(outer), new))
+        known[key] = derived
+        return derived  # a weak mapping alone would not keep it
+    return known[key]
 
 
 def _derive(base: type[nn.Module], patches: tuple[Patch, ...], forward: types.FunctionType) -> Any:
@@ -134,7 +169,10 @@ def _derive(base: type[nn.Module], patches: tuple[Patch, ...], forward: types.Fu
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
     }
-    derived: Any = type(base.__name__, (base,), dict(namespace))
+    try:
+        derived: Any = type(base.__name__, (base,), dict(namespace))
+    except Exception as error:
+        raise ForeignForwardError(f"{base.__qualname__} does not let itself be derived from: {error!r}") from error
     made = derived.forward
     if made is not forward and made.__code__ is forward.__code__:
         # Deriving wraps forward for gradient checkpointing, as upstream's class did already: once is enough.
@@ -156,14 +194,23 @@ def _teach_copying(derived: Any, base: type) -> None:
         inherited = getattr(super(derived, self), "__deepcopy__", None)
         if inherited is not None:
             return inherited(memo)
-        memo[id(self)] = new = derived.__new__(derived)
-        new.__setstate__(copy.deepcopy(self.__dict__, memo))
-        return new
+        return _clone(self, derived, lambda state: copy.deepcopy(state, memo), memo)
 
     def shallow(self: nn.Module) -> Any:
-        new = derived.__new__(derived)
-        new.__setstate__(self.__dict__)
-        return new
+        return _clone(self, derived, lambda state: state, {})
 
     for name, function in (("__reduce_ex__", reduce), ("__deepcopy__", deepcopy), ("__copy__", shallow)):
         setattr(derived, name, function)
+
+
+def _clone(module: Any, derived: type, copied: Callable[[Any], Any], memo: dict[int, Any]) -> Any:
+    """A new module of the same class, with a copy of the state."""
+    cls: Any = type(module)
+    memo[id(module)] = new = cls.__new__(cls)
+    if cls is derived:
+        # Not `__dict__`: a compiled call, which is bound to the original, is not part of the state.
+        new.__setstate__(copied(module.__getstate__()))
+    else:
+        # A class derived from ours, a parametrized one say, which forbids pickling and is copied by its `__dict__`.
+        new.__dict__.update(copied(module.__dict__))
+    return new

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import builtins
 import os
 import runpy
 import sys
 import types
+import zipfile
 from collections.abc import Sequence
 from importlib.machinery import SourceFileLoader
 
 from .autopatch import VARIABLE, activate
-from .errors import WrongTypeError
+from .errors import NotFoundError
+
+
+def check(target: str, *, module: bool) -> None:
+    """Raises `NotFoundError` where there is no script `target`; whether there is a module, running it will tell."""
+    if not module and not os.path.exists(target):
+        raise NotFoundError(f"there is no script {target!r}; for a module say -m {target}")
 
 
 def run(target: str, args: Sequence[str], *, module: bool = False, patches: str | None = None) -> None:
@@ -23,10 +31,8 @@ def run(target: str, args: Sequence[str], *, module: bool = False, patches: str 
         patches: the value for `T5FASTPATCH`; `None` leaves what the environment has, or else `safe`.
 
     Raises:
-        WrongTypeError: there is no such script. Whatever the program raises passes through.
+        Whatever the program raises.
     """
-    if not module and not os.path.exists(target):
-        raise WrongTypeError(f"there is no script {target!r}; for a module say -m {target}")
     os.environ[VARIABLE] = patches or os.environ.get(VARIABLE) or "safe"
     activate()
     sys.argv = [target, *args]
@@ -34,17 +40,17 @@ def run(target: str, args: Sequence[str], *, module: bool = False, patches: str 
         sys.path[0] = os.getcwd() if module else os.path.dirname(os.path.realpath(target))
     if module:
         runpy.run_module(target, run_name="__main__", alter_sys=True)
-    elif os.path.isfile(target) and not target.endswith((".zip", ".pyz")):
-        _run_file(os.path.abspath(target))
+    elif os.path.isdir(target) or target.endswith(".pyc") or zipfile.is_zipfile(target):
+        runpy.run_path(os.path.abspath(target), run_name="__main__")
     else:
-        runpy.run_path(target, run_name="__main__")
+        _run_script(os.path.abspath(target))
 
 
-def _run_file(path: str) -> None:
+def _run_script(path: str) -> None:
     """Unlike `runpy.run_path`, leaves `sys.argv[0]` as given and `__main__` in place for what runs at exit."""
     loader = SourceFileLoader("__main__", path)
     code = loader.source_to_code(loader.get_data(path), path)
     main = types.ModuleType("__main__")
-    main.__file__, main.__loader__ = path, loader
+    vars(main).update(__file__=path, __loader__=loader, __builtins__=builtins, __cached__=None, __annotations__={})
     sys.modules["__main__"] = main
     exec(code, vars(main))

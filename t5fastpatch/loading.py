@@ -1,48 +1,72 @@
-"""A model from its configuration alone, on the meta device."""
+"""A model by its folder or its name on the hub: what can go wrong, said in one line, and a model without weights."""
 
 from __future__ import annotations
 
+import contextlib
 import os
-from typing import Any
+from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from torch import nn
 
-from .errors import NotT5Error, WrongTypeError
+from .errors import NotFoundError, NotT5Error, T5FastPatchError
 
 
-def from_config(name: str) -> nn.Module:
-    """The model of a configuration, without weights.
-
-    Args:
-        name: a folder with a config.json, or a name on the hub.
+def checked_name(model: str) -> str:
+    """The folder, or the name on the hub, that transformers is to be asked for.
 
     Raises:
-        WrongTypeError: there is no such configuration here, or it cannot be read.
+        NotFoundError: it is a path, and there is no such folder.
+    """
+    looks_like_path = model.startswith((".", "~", os.sep)) or model.count("/") > 1 or Path(model).exists()
+    path = os.path.expanduser(model)
+    if looks_like_path and not os.path.isdir(path):
+        raise NotFoundError(f"there is no model folder {model!r}")
+    return path if looks_like_path else model
+
+
+@contextlib.contextmanager
+def one_line_errors(model: str) -> Iterator[None]:
+    """Turns whatever loading a model raises into one line.
+
+    Raises:
+        NotFoundError: the model cannot be loaded.
+    """
+    try:
+        yield
+    except T5FastPatchError:
+        raise
+    except Exception as error:
+        raise NotFoundError(f"cannot load {model!r}: {first_line(error)}") from error
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its name where it has none."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def from_config(model: str) -> nn.Module:
+    """The model of a configuration, on the meta device, without weights.
+
+    Args:
+        model: a folder with a config.json, or a name on the hub.
+
+    Raises:
+        NotFoundError: there is no such configuration, or it cannot be read.
         NotT5Error: transformers has no class for it.
     """
     import transformers
 
-    config = _read_config(name)
-    architectures = getattr(config, "architectures", None) or []
-    classes = [getattr(transformers, each, None) for each in architectures]
-    cls = next((each for each in classes if each is not None), transformers.AutoModel)
+    name = checked_name(model)
+    with one_line_errors(model):
+        config = transformers.AutoConfig.from_pretrained(name)
+    architectures = [getattr(transformers, str(each), None) for each in getattr(config, "architectures", None) or []]
+    cls = next((each for each in architectures if each is not None), None)
     try:
         with torch.device("meta"):
-            model: nn.Module = cls(config) if cls in classes else cls.from_config(config)
+            built: nn.Module = cls(config) if cls else transformers.AutoModel.from_config(config)
     except Exception as error:
-        raise NotT5Error(f"{name}: no model can be built from its configuration ({error})") from error
-    return model
-
-
-def _read_config(name: str) -> Any:
-    import transformers
-
-    looks_like_path = os.path.sep in name and (name.startswith((".", os.path.sep, "~")) or name.count(os.path.sep) > 1)
-    if looks_like_path and not os.path.isdir(os.path.expanduser(name)):
-        raise WrongTypeError(f"there is no model folder {name!r}")
-    try:
-        return transformers.AutoConfig.from_pretrained(os.path.expanduser(name))
-    except Exception as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise WrongTypeError(f"no configuration can be read from {name!r}: {reason}") from error
+        raise NotT5Error(f"no model can be built from the configuration of {model!r}: {first_line(error)}") from error
+    return built

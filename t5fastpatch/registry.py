@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import importlib
 import importlib.metadata
 import re
-import sys
 from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import Any
@@ -20,6 +20,7 @@ from .errors import (
     UnknownPatchError,
     WrongTypeError,
 )
+from .messages import say
 from .rewrite import Edit, Method
 
 ENTRY_POINT_GROUP = "t5fastpatch.patches"
@@ -120,14 +121,14 @@ class SourcePatch(Patch):
     def find(self, method: Method) -> Finding:
         """As `Patch.find`; a count other than `sites` or none is a refusal."""
         try:
-            edits = self.edits(method)
+            edits = list(self.edits(method))
+            if not edits:
+                return Finding(State.UPSTREAM)
+            if len(edits) != self.sites:
+                raise UnexpectedSourceError(f"the pattern stands there {len(edits)} times, not {self.sites}")
+            method.edited(edits, self.name)  # whether there can be such a function
         except UnexpectedSourceError as error:
             return Finding(State.REFUSED, refusal=error)
-        if not edits:
-            return Finding(State.UPSTREAM)
-        if len(edits) != self.sites:
-            wrong = UnexpectedSourceError(f"the pattern stands there {len(edits)} times, not {self.sites}")
-            return Finding(State.REFUSED, refusal=wrong)
         return Finding(State.APPLIES, edits=tuple(edits))
 
 
@@ -156,62 +157,52 @@ class ForwardPatch(Patch):
 
 
 _registered: dict[str, Patch] = {}
-_entry_points_read = False
 
 
 def register(patch: Patch) -> Patch:
     """Adds a patch to the registry, and gives it back.
 
     Raises:
-        InvalidPatchError: it is no patch, its name is no lower-case identifier, or the name is taken.
+        InvalidPatchError: it is no patch, a part of it is of the wrong type, or its name is no lower-case identifier or
+            is taken.
     """
-    if not isinstance(patch, SourcePatch | ForwardPatch):
-        raise InvalidPatchError(f"{patch!r} is neither a SourcePatch nor a ForwardPatch")
-    if not re.fullmatch(r"[a-z][a-z0-9_]*", patch.name):
-        raise InvalidPatchError(f"{patch.name!r} is no name for a patch: use a lower-case identifier")
+    _check_patch(patch)
     if patch.name in (*BUILTIN, *PRESETS) or patch.name in _registered:
         raise InvalidPatchError(f"there is a patch or preset called {patch.name!r} already: choose another name")
-    if isinstance(patch, SourcePatch) and patch.sites < 1:
-        raise InvalidPatchError(f"{patch.name}: sites is the number of edits a method must give, at least 1")
     _registered[patch.name] = patch
     return patch
 
 
-def unregister(name: str) -> None:
-    """Takes a registered patch away; models that have it keep it.
-
-    Raises:
-        UnknownPatchError: no patch of that name was registered.
-    """
-    if name not in _registered:
-        raise UnknownPatchError(f"no patch called {name!r} was registered")
-    del _registered[name]
-
-
 def get_patch(name: str) -> Patch:
-    """The patch of that name.
+    """The patch of that name; one that another package offers is imported now.
 
     Raises:
         UnknownPatchError: there is none; the message gives the nearest name.
+        InvalidPatchError: another package offers it, and it cannot be loaded.
     """
     if name in BUILTIN:
         patch: Patch = importlib.import_module(f"{__package__}.patches.{name}").PATCH
         return patch
-    _read_entry_points()
     if name not in _registered:
-        raise UnknownPatchError(_unknown(name))
+        check_names([name])
+        _load(_entry_points()[name])
     return _registered[name]
 
 
 def patch_names() -> list[str]:
-    """The names of all patches, built in and registered. Imports no patch of ours, and so not torch."""
-    _read_entry_points()
-    return [*BUILTIN, *_registered]
+    """The names of all patches: built in, registered, and offered by other packages. Imports none of them."""
+    return list(dict.fromkeys([*BUILTIN, *_registered, *_entry_points()]))
 
 
 def list_patches() -> list[Patch]:
-    """All patches, built in and registered, those of the entry-point group `t5fastpatch.patches` included."""
-    return [get_patch(name) for name in patch_names()]
+    """All patches; one of another package that cannot be loaded is left out, with a line on stderr."""
+    patches = []
+    for name in patch_names():
+        try:
+            patches.append(get_patch(name))
+        except InvalidPatchError as error:
+            say(str(error))
+    return patches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,66 +215,110 @@ class Selection:
 
 def check_names(names: Iterable[str]) -> None:
     """Raises `UnknownPatchError` for the first name that is neither a patch's nor a preset's."""
-    known = (*patch_names(), *PRESETS)
+    known = [*patch_names(), *PRESETS]
     for name in names:
         if name not in known:
-            raise UnknownPatchError(_unknown(name))
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise UnknownPatchError(f"no patch is called {name!r:.80}: {hint}there are {', '.join(known)}")
 
 
-def select(patches: str | Iterable[str] | None) -> Selection:
-    """What a selection of patches means.
-
-    Args:
-        patches: names of patches or presets, one or many, or `None` for the preset `safe`. Both presets stand for
-            every patch; what is unsafe alone is applied only when it is named (`all` puts it in the report, `safe`
-            leaves it out).
+def names_of(patches: str | Iterable[str] | None) -> list[str]:
+    """The names in an argument that takes one, several (in a list or with commas) or, as `None`, the preset `safe`.
 
     Raises:
-        WrongTypeError: not a name, not names.
-        UnknownPatchError: a name that is no patch's and no preset's.
-        ConflictError: two of the patches exclude each other.
+        WrongTypeError: it holds something else.
     """
-    names = ["safe"] if patches is None else [patches] if isinstance(patches, str) else patches
+    names = ["safe"] if patches is None else patches
+    if isinstance(names, str):
+        names = names.replace(",", " ").split()
     if not isinstance(names, Iterable):
         raise WrongTypeError(f"patches takes a name, a list of names or None, not {type(patches).__name__}")
     names = list(names)
     for name in names:
         if not isinstance(name, str):
             raise WrongTypeError(f"patches takes names (str), not {type(name).__name__}: {name!r}")
+    return names
+
+
+def select(patches: str | Iterable[str] | None) -> Selection:
+    """What a selection of patches means.
+
+    Args:
+        patches: names of patches or presets, one or many, or `None` for the preset `safe`. `safe` stands for every
+            patch that is safe alone, `all` for every patch. What is unsafe alone is applied only when it is named.
+
+    Raises:
+        WrongTypeError: not a name, not names.
+        UnknownPatchError: a name that is no patch's and no preset's.
+        ConflictError: two patches that are named exclude each other.
+    """
+    names = names_of(patches)
     check_names(names)
-    chosen = []
-    for patch in list_patches():
-        by_preset = "all" in names or ("safe" in names and not patch.unsafe_alone)
-        if patch.name in names or by_preset:
-            chosen.append(patch)
-    check_conflicts(chosen)
-    return Selection(tuple(chosen), frozenset(names) - set(PRESETS))
+    named = [get_patch(name) for name in patch_names() if name in names]
+    for index, patch in enumerate(named):
+        check_conflict(patch, named[:index])
+    preset = list_patches() if set(PRESETS) & set(names) else []
+    added = [patch for patch in preset if patch not in named and ("all" in names or not patch.unsafe_alone)]
+    order = patch_names()
+    chosen = sorted([*named, *added], key=lambda patch: order.index(patch.name))
+    return Selection(tuple(chosen), frozenset(patch.name for patch in named))
 
 
-def check_conflicts(patches: Iterable[Patch]) -> None:
-    """Raises `ConflictError` where two of the patches exclude each other."""
-    patches = list(patches)
-    names = {patch.name for patch in patches}
-    for patch in patches:
-        for other in sorted(patch.conflicts & names):
-            raise ConflictError(f"{patch.name} and {other} cannot be on one model: leave one of them out")
+def rival(patch: Patch, others: Iterable[Patch]) -> Patch | None:
+    """The first of the other patches that cannot be on one model with `patch`.
+
+    A patch that replaces a whole forward leaves nothing in it for another.
+    """
+    for other in (each for each in others if each is not patch):
+        whole = patch.role is other.role and (isinstance(patch, ForwardPatch) or isinstance(other, ForwardPatch))
+        if whole or patch.name in other.conflicts or other.name in patch.conflicts:
+            return other
+    return None
 
 
-def _unknown(name: str) -> str:
-    known = [*patch_names(), *PRESETS]
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    return f"no patch is called {name!r}: {hint}there are {', '.join(known)}"
+def check_conflict(patch: Patch, others: Iterable[Patch]) -> None:
+    """Raises `ConflictError` where `patch` cannot be on one model with the others."""
+    other = rival(patch, others)
+    if other is not None:
+        raise ConflictError(f"{patch.name} and {other.name} cannot be on one model: leave one out, or remove it first")
 
 
-def _read_entry_points() -> None:
-    global _entry_points_read
-    if _entry_points_read:
-        return
-    _entry_points_read = True
-    for entry_point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
-        # A broken third-party plugin must not take this package, or the host program, down with it.
-        try:
-            register(entry_point.load())
-        except Exception as error:
-            print(f"t5fastpatch: entry point {entry_point.name!r} left out: {error}", file=sys.stderr)
+def _check_patch(patch: Patch) -> None:
+    if not isinstance(patch, SourcePatch | ForwardPatch):
+        raise InvalidPatchError(f"{patch!r} is neither a SourcePatch nor a ForwardPatch")
+    if not isinstance(patch.name, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", patch.name):
+        raise InvalidPatchError(f"{patch.name!r} is no name for a patch: use a lower-case identifier")
+    types = {"summary": str, "contract": Contract, "role": Role, "conflicts": frozenset, "unsafe_alone": str}
+    for field, expected in types.items():
+        if not isinstance(getattr(patch, field), expected):
+            raise InvalidPatchError(f"{patch.name}: {field} must be a {expected.__name__}")
+    calls = ("edits",) if isinstance(patch, SourcePatch) else ("forward", "upstream_has_it", "objection")
+    for field in calls:
+        if not callable(getattr(patch, field)):
+            raise InvalidPatchError(f"{patch.name}: {field} must be a function")
+    if isinstance(patch, SourcePatch) and not (isinstance(patch.sites, int) and patch.sites >= 1):
+        raise InvalidPatchError(f"{patch.name}: sites is the number of edits a method must give, at least 1")
+
+
+@functools.cache
+def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:
+    try:
+        found = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
+        return {each.name: each for each in found if each.name not in (*BUILTIN, *PRESETS)}
+    except Exception as error:  # some package's metadata cannot be read
+        say(f"patches of other packages are left out: {error}")
+        return {}
+
+
+def _load(entry_point: importlib.metadata.EntryPoint) -> None:
+    try:
+        patch = entry_point.load()
+        _check_patch(patch)
+    except (Exception, SystemExit) as error:
+        raise InvalidPatchError(
+            f"the patch {entry_point.name!r} of {entry_point.value} cannot be loaded: {error}"
+        ) from error
+    if patch.name != entry_point.name:
+        raise InvalidPatchError(f"{entry_point.value} offers {patch.name!r} under the name {entry_point.name!r}")
+    _registered[patch.name] = patch

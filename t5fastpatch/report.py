@@ -31,6 +31,12 @@ class Row:
     why: str = ""
 
 
+def _summary(row: Row) -> str:
+    if row.state in (State.UNSAFE, State.REFUSED, State.CONFLICT):
+        return f"{row.patch} {row.state.value} ({row.why})"
+    return f"{row.patch} {row.state.value}" + (f" ({row.sites} sites)" if row.sites else "")
+
+
 @dataclasses.dataclass(frozen=True)
 class Report:
     """One row a patch. `print(report)` gives a table."""
@@ -47,13 +53,17 @@ class Report:
 
     def __str__(self) -> str:
         # Imported here: a report is printed now and then, a model is patched in every process.
+        from rich import box
         from rich.console import Console
         from rich.table import Table
+        from rich.text import Text
 
-        table = Table("patch", "state", "sites", "modules", "contract", "why", title=self._title, title_justify="left")
+        table = Table("patch", "state", "sites", "modules", "contract", "why", box=box.ASCII)
         for row in self.rows:
-            table.add_row(row.patch, row.state.value, str(row.sites), str(row.modules), row.contract, row.why)
+            cells = (row.patch, row.state.value, str(row.sites), str(row.modules), row.contract, row.why)
+            table.add_row(*map(Text, cells))  # as text: a reason may hold brackets, which are markup to rich
         console = Console(file=io.StringIO(), width=110)
+        console.print(Text(self._title))
         console.print(table)
         text: str = console.file.getvalue()  # type: ignore[attr-defined]
         return text.rstrip("\n")
@@ -63,9 +73,8 @@ class Report:
         return f"t5fastpatch: {self.subject}, transformers {self.transformers}"
 
     def line(self) -> str:
-        """The report in one line."""
-        parts = [f"{row.patch} {row.state.value}" + (f" ({row.sites} sites)" if row.sites else "") for row in self.rows]
-        return f"{self._title}: {', '.join(parts)}"
+        """The report in one line, with the reason for each patch that is not on and could be."""
+        return f"{self._title}: {', '.join(map(_summary, self.rows))}"
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain dicts, lists, strings and numbers."""

@@ -14,6 +14,7 @@ import functools
 import inspect
 import linecache
 import textwrap
+import tokenize
 from collections.abc import Callable, Iterable, Sequence
 from types import CellType, CodeType, FunctionType
 
@@ -72,18 +73,15 @@ class Method:
                 "undo that other patch first, or leave this one out"
             )
         code = ORIGINAL_CODE.get(function, function.__code__)
-        path = inspect.getsourcefile(owner) or code.co_filename
-        lines = tuple(line.rstrip("\n") for line in linecache.getlines(path, function.__globals__))
-        first = code.co_firstlineno
-        if first > len(lines):
-            raise SourceUnavailableError(_no_source(owner, name, "there is no source file to read"))
-        source = inspect.getblock([line + "\n" for line in lines[first - 1 :]])
-        last = first - 1 + len(source)
         try:
+            path = inspect.getsourcefile(owner) or code.co_filename
+            lines = tuple(line.rstrip("\n") for line in linecache.getlines(path, function.__globals__))
+            first = code.co_firstlineno
+            last = first - 1 + len(inspect.getblock([line + "\n" for line in lines[first - 1 :]]))
             tree = _parse(owner, lines, first, last)
             same = _same_code(_compile(owner, lines, first, last, code, path, _imported_names(lines)), code)
-        except (SyntaxError, LookupError) as error:
-            raise SourceUnavailableError(_no_source(owner, name, f"its source does not parse ({error})")) from error
+        except (SyntaxError, tokenize.TokenError, LookupError, TypeError, ValueError, OSError) as error:
+            raise SourceUnavailableError(_no_source(owner, name, f"its source cannot be read ({error})")) from error
         if not same:
             raise SourceUnavailableError(_no_source(owner, name, "its source file is not what was compiled"))
         return cls(owner, function, lines, first, last, tree)
@@ -96,10 +94,6 @@ class Method:
     @property
     def _code(self) -> CodeType:
         return ORIGINAL_CODE.get(self.function, self.function.__code__)
-
-    def text(self, node: ast.expr) -> str:
-        """The source text of an expression, on one line."""
-        return ast.unparse(node)
 
     def replace(self, node: ast.expr, text: str) -> Edit:
         """The edit that puts `text` (one line) in an expression's place."""
@@ -127,15 +121,24 @@ class Method:
         `label` names it in tracebacks, behind upstream's file name.
 
         Raises:
-            UnexpectedSourceError: two edits overlap, or the result does not compile.
+            UnexpectedSourceError: an edit lies outside the method or adds lines, two edits overlap, the result does not
+            compile, or it needs a closure that upstream's function has not.
         """
-        path = f"{self.path} [t5fastpatch: {label}]"
+        edits = list(edits)
+        for edit in edits:
+            inside = isinstance(edit, Edit) and self.first <= edit.first <= edit.last <= self.last
+            if not inside or len(edit.lines) > edit.last - edit.first + 1:
+                raise UnexpectedSourceError(f"{edit!r} does not fit into lines {self.first} to {self.last}")
+        # With the class in it, since another class of the same file may have its edits too.
+        path = f"{self.path} [t5fastpatch: {label} on {self.owner.__name__}]"
         lines = apply_edits(self.file, edits, pad=True)
         try:
             imported = _imported_names(self.file)
             code = _compile(self.owner, lines, self.first, self.last, self._code, path, imported)
         except (SyntaxError, LookupError) as error:
             raise UnexpectedSourceError(f"{label} on {_where(self.owner)} gives no valid source: {error}") from error
+        if code.co_freevars != self._code.co_freevars:
+            raise UnexpectedSourceError(f"{label} on {_where(self.owner)} adds or drops a use of super()")
         # No modification time: linecache then keeps the entry, since no file on disk can outdate it.
         linecache.cache[path] = (sum(map(len, lines)), None, [line + "\n" for line in lines], path)
         upstream = self.function

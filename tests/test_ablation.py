@@ -42,7 +42,9 @@ def save_tokenizer(folder: Path) -> None:
     transformers.PreTrainedTokenizerFast(tokenizer_object=inner, **special).save_pretrained(folder)
 
 
-def save_model(folder: Path, cls: Any = transformers.T5ForConditionalGeneration, scale: float = 1.0) -> Path:
+def save_model(
+    folder: Path, cls: Any = transformers.T5ForConditionalGeneration, scale: float = 1.0, references: bool = True
+) -> Path:
     torch.manual_seed(0)
     model = cls(transformers.T5Config(**SIZES, decoder_start_token_id=0))
     with torch.no_grad():
@@ -54,6 +56,8 @@ def save_model(folder: Path, cls: Any = transformers.T5ForConditionalGeneration,
         for i in range(5)
         for language in ("German", "French")
     ]
+    if not references:
+        lines = [{"source": line["source"]} for line in lines]
     (folder / "heldout.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     return folder
 
@@ -172,6 +176,15 @@ def test_an_encoder_alone_is_measured_by_its_forward(tmp_path: Path) -> None:
     assert (quality.loss, quality.bleu, quality.gen_len, quality.agreement) == (None,) * 4
 
 
+def test_without_references_there_is_neither_loss_nor_bleu(tmp_path: Path) -> None:
+    folder = save_model(tmp_path, references=False)
+    result = run(Settings(str(folder), patches=("layer_norm",), rounds=2, time_budget=0, max_new_tokens=4, threads=1))
+    quality = result.rows[1].quality
+    assert quality is not None
+    assert (quality.loss, quality.bleu) == (None, None)
+    assert quality.agreement is not None
+
+
 def test_overflow_is_reported_as_it_is(tmp_path: Path) -> None:
     folder = save_model(tmp_path, scale=1e5)
     settings = Settings(str(folder), patches=("skip_inf_check",), rounds=2, time_budget=0, max_new_tokens=4, threads=1)
@@ -196,8 +209,8 @@ def bad(capsys: pytest.CaptureFixture[str], *options: str) -> str:
 
 def test_a_model_directory_that_is_not_there(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     folder = str(tmp_path / "nowhere")
-    assert bad(capsys, "--model", folder) == f"error: there is no model directory {folder!r}"
-    assert bad(capsys, "--model", "./nowhere") == "error: there is no model directory './nowhere'"
+    assert bad(capsys, "--model", folder) == f"error: there is no model folder {folder!r}"
+    assert bad(capsys, "--model", "./nowhere") == "error: there is no model folder './nowhere'"
 
 
 def test_a_directory_without_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -249,7 +262,7 @@ def test_the_script_is_the_command() -> None:
     command = [sys.executable, str(script), "--model", "./nowhere"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "error: there is no model directory './nowhere'\n"
+    assert done.stderr == "error: there is no model folder './nowhere'\n"
 
 
 def test_a_patched_model_is_not_stock(model: Path) -> None:

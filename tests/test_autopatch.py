@@ -231,27 +231,103 @@ def test_process_wide_and_per_model_go_together(script: Any) -> None:
     assert "T5FASTPATCH" in out[3]
 
 
-def test_what_was_switched_on_can_be_switched_off(script: Any) -> None:
+def test_gradient_checkpointing_still_checkpoints_process_wide(script: Any) -> None:
     source = (
         MODEL
         + """
-from t5fastpatch import classwide, families, registry
-family = families.FAMILIES["t5"]
+model = model.float().train()
+model.gradient_checkpointing_enable()
+model.enable_input_require_grads()
+ran = []
+for block in (*model.encoder.block, *model.decoder.block):
+    block.layer[-1].register_forward_pre_hook(lambda *_: ran.append(1))
 tokens = torch.arange(2, 12)[None]
-run = lambda: model.encoder(input_ids=tokens)[0]
-stock, codes = run(), [c.forward.__code__ for c in classwide.family_classes(family)]
-for parameter in model.parameters():
-    if parameter.ndim == 1:
-        parameter.data.uniform_(0.5, 2)
-stock = run()
-classwide.enable(family, registry.select(["layer_norm", "skip_inf_check"]))
-print(torch.equal(stock, run()))
-classwide.disable(family)
-print(torch.equal(stock, run()), [c.forward.__code__ for c in classwide.family_classes(family)] == codes)
+model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+print(len(ran))
 """
     )
-    out, _ = run(script(source), variable=None)
-    assert out == ["False", "True True"]
+    assert run(script(source))[0] == ["8"]
+
+
+PLUGIN = """
+import ast, torch
+from t5fastpatch import Contract, Role, SourcePatch
+
+def edits(method):
+    last = method.tree.body[-1].value
+    return [method.replace(last, ast.unparse(last))]
+
+patch = SourcePatch("third_party", "for a test", Contract.EXACT, Role.BLOCK, edits=edits, sites=1)
+misnamed = SourcePatch("other_name", "for a test", Contract.EXACT, Role.BLOCK, edits=edits, sites=1)
+"""
+
+
+@pytest.fixture
+def plugin(script: Any, tmp_path: Path) -> str:
+    """An installed package that offers patches, good and bad; gives the PYTHONPATH under which it is seen."""
+    script(PLUGIN, "plugin.py")
+    info = tmp_path / "plugin-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: plugin\nVersion: 1.0\n")
+    lines = ["third_party = plugin:patch", "renamed = plugin:misnamed", "broken = plugin_that_is_not_there:patch"]
+    (info / "entry_points.txt").write_text("[t5fastpatch.patches]\n" + "\n".join(lines) + "\n")
+    return os.pathsep.join([str(tmp_path), pythonpath()])
+
+
+def test_another_packages_patch_is_applied_by_name(script: Any, plugin: str) -> None:
+    _, said = run(script(MODEL), variable="third_party", PYTHONPATH=plugin)
+    assert len(said) == 1
+    assert "third_party on (1 sites)" in said[0]
+
+
+def test_another_packages_patch_is_not_imported_before_it_is_needed(script: Any, plugin: str) -> None:
+    program = "import t5fastpatch, sys; print('plugin' in sys.modules, 'torch' in sys.modules)"
+    out, said = run("-c", program, variable="third_party", PYTHONPATH=plugin)
+    assert (out, said) == (["False False"], [])
+
+
+def test_another_packages_broken_patch_is_left_out_with_a_line(script: Any, plugin: str) -> None:
+    source = "import t5fastpatch\nprint([patch.name for patch in t5fastpatch.list_patches()])\n"
+    out, said = run(script(source), variable=None, PYTHONPATH=plugin)
+    assert out == ["['skip_inf_check', 'softmax_dtype', 'layer_norm', 'third_party']"]
+    assert len(said) == 2
+    assert any("'renamed'" in line and "'other_name'" in line for line in said)
+    assert any("'broken'" in line and "plugin_that_is_not_there" in line for line in said)
+    _, said = run(script(MODEL), variable="broken", PYTHONPATH=plugin)
+    assert len(said) == 1
+    assert "t5 stays unpatched" in said[0]
+
+
+@pytest.mark.parametrize("closing", ["sys.stderr.close()", "sys.stderr = None", "import os; os.close(2)"])
+def test_a_closed_stderr_does_not_matter(script: Any, closing: str) -> None:
+    out, _ = run(script(f"import sys\n{closing}\n" + MODEL + SHOW))
+    assert out == PATCHED
+
+
+def test_run_overrides_the_variable(script: Any) -> None:
+    out, said = run(
+        "-m", "t5fastpatch", "run", "--patches", "skip_inf_check", script(MODEL + SHOW), variable="layer_norm"
+    )
+    assert out == [PATCHED[0], STOCK[1], PATCHED[2]]
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize(
+    "statement",
+    ["raise EOFError('mine')", "raise KeyboardInterrupt", "import t5fastpatch; raise t5fastpatch.NotT5Error('mine')"],
+)
+def test_run_leaves_a_programs_errors_to_python(script: Any, statement: str) -> None:
+    path = script(statement)
+    plain = subprocess.run([sys.executable, path], capture_output=True, text=True)
+    ours = subprocess.run([sys.executable, "-m", "t5fastpatch", "run", path], capture_output=True, text=True)
+    assert ours.returncode == plain.returncode
+    assert ours.stderr.splitlines()[-1] == plain.stderr.splitlines()[-1]
+    assert "Traceback" in ours.stderr
+
+
+def test_run_leaves_the_excepthook_alone(script: Any) -> None:
+    out, _ = run("-m", "t5fastpatch", "run", script("import sys; print(sys.excepthook is sys.__excepthook__)"))
+    assert out == ["True"]
 
 
 TRAINER = """

@@ -196,6 +196,29 @@ def test_a_pattern_count_that_is_not_as_expected(model: Any) -> None:
         t5fastpatch.apply(model, ["layer_norm", "miscounted"])
 
 
+@pytest.mark.parametrize(
+    "edits",
+    [
+        lambda method: 1 / 0,
+        lambda method: None,
+        lambda method: ["no edit"],
+        lambda method: [rewrite.Edit(1, 1, ("",))],
+        lambda method: [rewrite.Edit(method.first, method.first, ("", ""))],
+        lambda method: [rewrite.Edit(method.last, method.last, (" not python",))],
+        lambda method: [method.replace(method.tree.body[-1].value, "super().forward()")],
+    ],
+    ids=["raises", "none", "no-edit", "outside", "grows", "no-python", "super"],
+)
+def test_a_patch_that_gives_nonsense_is_refused_and_hurts_no_other(model: Any, edits: Any) -> None:
+    t5fastpatch.register(source_patch("nonsense", edits=edits))
+    with pytest.raises(t5fastpatch.UnexpectedSourceError, match="nonsense on T5Block"):
+        t5fastpatch.apply(model, ["nonsense"])
+    report = t5fastpatch.apply(model)
+    assert report["nonsense"].state is State.REFUSED
+    assert report["layer_norm"].state is State.ON
+    t5fastpatch.remove(model)
+
+
 def test_a_refusal_is_a_row_where_the_patch_was_not_named(model: Any) -> None:
     def edits(method: rewrite.Method) -> list[rewrite.Edit]:
         raise t5fastpatch.UnexpectedSourceError("no such thing")
@@ -220,12 +243,16 @@ def test_a_model_on_the_meta_device() -> None:
     ("patch", "message"),
     [
         ("layer_norm", "neither a SourcePatch nor a ForwardPatch"),
+        (source_patch("stringly", contract="exact"), "contract must be a Contract"),
+        (source_patch("stringly", role="block"), "role must be a Role"),
+        (source_patch("listed", conflicts=["layer_norm"]), "conflicts must be a frozenset"),
+        (source_patch("uncallable", edits=[]), "edits must be a function"),
         (source_patch("Bad-Name"), "lower-case identifier"),
         (source_patch("layer_norm"), "already"),
         (source_patch("safe"), "already"),
         (source_patch("countless", sites=0), "at least 1"),
     ],
-    ids=["no-patch", "bad-name", "taken", "a-preset", "no-sites"],
+    ids=["no-patch", "contract", "role", "conflicts", "edits", "bad-name", "taken", "a-preset", "no-sites"],
 )
 def test_a_patch_that_cannot_be_registered(patch: Any, message: str) -> None:
     with pytest.raises(t5fastpatch.InvalidPatchError, match=message):

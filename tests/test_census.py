@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 
+from t5fastpatch import T5FastPatchError
 from t5fastpatch.measure.census import Census, census
 from t5fastpatch.measure.workloads import Workload, decoder_step, workloads_for
 
@@ -84,6 +85,11 @@ def test_a_decoder_step_gives_what_a_forward_without_cache_gives(tiny: Any) -> N
         expected = tiny(**inputs, use_cache=False).logits[:, -1:]
         step = decoder_step(tiny, inputs).prepare()().logits
     torch.testing.assert_close(step, expected)
+
+
+def test_a_decoder_step_needs_a_token_before_it(tiny: Any) -> None:
+    with pytest.raises(T5FastPatchError, match="two tokens or more"):
+        decoder_step(tiny, batch(1))
 
 
 def test_an_encoder_alone_has_only_a_forward() -> None:
@@ -165,6 +171,7 @@ SYNCS: dict[str, Callable[[], object]] = {
     "assignment under a mask": lambda: NUMBERS.clone().index_put_((MASK,), torch.ones(2)),
     "equal": lambda: torch.equal(NUMBERS, NUMBERS),
     "allclose": lambda: torch.allclose(NUMBERS, NUMBERS),
+    "one_hot": lambda: F.one_hot(MASK.long()),
     "unique": lambda: NUMBERS.unique(),
     "repeat_interleave": lambda: NUMBERS.repeat_interleave(MASK.long()),
 }
@@ -180,6 +187,7 @@ NO_SYNCS: dict[str, Callable[[], object]] = {
     "masked_fill": lambda: NUMBERS.masked_fill(MASK, 0.0),
     "index by integers": lambda: NUMBERS[torch.ones(2, dtype=torch.int64)],
     "a number under a mask": lambda: NUMBERS.clone().__setitem__(MASK, 0.0),
+    "one_hot of known width": lambda: F.one_hot(MASK.long(), num_classes=2),
     "clamp": lambda: NUMBERS.clamp(max=1.0),
 }
 

@@ -72,11 +72,12 @@ def test_errors_are_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str],
     assert "there is no family 't6'" in one_line(capsys, "show", "layer_norm", "--family", "t6")
     assert "there is no model folder" in one_line(capsys, "status", "--model", str(tmp_path / "no" / "model"))
     assert "there is no model folder" in one_line(capsys, "status", "--model", "./nowhere")
-    assert "no configuration can be read" in one_line(capsys, "status", "--model", "nobody/nothing")
+    assert "cannot load 'nobody/nothing'" in one_line(capsys, "status", "--model", "nobody/nothing")
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     assert "T5 family" in one_line(capsys, "status", "--model", str(tmp_path))
     (tmp_path / "config.json").write_text("{")
-    assert "no configuration can be read" in one_line(capsys, "status", "--model", str(tmp_path))
+    assert "cannot load" in one_line(capsys, "status", "--model", str(tmp_path))
+    assert "there is no model folder '~nobody/x'" in one_line(capsys, "status", "--model", "~nobody/x")
 
 
 def test_a_patch_that_changes_nothing_here_says_so(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
+from torch.overrides import TorchFunctionMode
 
 import t5fastpatch
 from t5fastpatch.registry import State
@@ -45,6 +47,10 @@ def gradients(model: Any, batch: dict[str, Any]) -> list[torch.Tensor]:
     return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
 
 
+def floats(batch: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.float() for name, value in batch.items() if value.is_floating_point()}
+
+
 def exact_patches(dtype: torch.dtype) -> list[str]:
     return ["skip_inf_check", "softmax_dtype"] if dtype == torch.float32 else ["skip_inf_check"]
 
@@ -73,6 +79,28 @@ def test_exact_patches_keep_every_bit_of_the_gradients(kind: zoo.Kind, dtype: to
     assert same(stock, gradients(model, batch))
 
 
+class Fp64(TorchFunctionMode):
+    """Upstream's own code in fp64 throughout: where it casts a double to fp32, nothing happens."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        wide = bool(args) and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64
+        if wide and (func is torch.Tensor.float or (func is torch.Tensor.to and args[1:] == (torch.float32,))):
+            return args[0]
+        if wide and kwargs.get("dtype") == torch.float32:
+            kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)
+
+
+def fp64_logits(model: Any, batch: dict[str, Any]) -> torch.Tensor:
+    """The logits of a stock model, computed in fp64."""
+    wide = {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
+    with torch.no_grad(), Fp64():
+        logits: torch.Tensor = copy.deepcopy(model).double()(**wide)["logits"]
+    assert logits.dtype == torch.float64
+    return logits
+
+
 def distances(outputs: Any, reference: Any) -> torch.Tensor:
     return torch.cat(
         [(a.double() - b.double()).abs().flatten() for a, b in zip(tensors(outputs), tensors(reference), strict=True)]
@@ -84,12 +112,8 @@ def distances(outputs: Any, reference: Any) -> torch.Tensor:
 def test_rounding_patches_are_no_further_from_fp64_than_stock(kind: zoo.Kind, dtype: torch.dtype) -> None:
     kind.check_dtype(dtype)
     model, batch = kind.build().to(dtype), kind.batch(dtype)
-    # Stock norms and softmaxes in fp32 even as .double(); patched it computes in fp64 throughout.
-    exact = copy.deepcopy(model).double()
-    t5fastpatch.apply(exact, ["softmax_dtype", "layer_norm"])
-    wide = {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
+    reference = fp64_logits(model, batch)
     with torch.no_grad():
-        reference = exact(**wide)["logits"]
         stock = distances(model(**batch)["logits"], reference)
         for patch in ("softmax_dtype", "layer_norm"):
             with t5fastpatch.patched(model, [patch]):
@@ -102,11 +126,8 @@ def test_rounding_patches_are_no_further_from_fp64_than_stock(kind: zoo.Kind, dt
 @every_kind
 def test_in_fp32_all_patches_agree_with_fp64_as_stock_does(kind: zoo.Kind) -> None:
     model, batch = kind.build(), kind.batch()
-    exact = copy.deepcopy(model).double()
-    t5fastpatch.apply(exact, ["softmax_dtype", "layer_norm"])
-    wide = {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
+    reference = fp64_logits(model, batch)
     with torch.no_grad():
-        reference = exact(**wide)["logits"]
         stock = distances(model(**batch)["logits"], reference)
         t5fastpatch.apply(model, PATCHES)
         patched = distances(model(**batch)["logits"], reference)
@@ -115,21 +136,39 @@ def test_in_fp32_all_patches_agree_with_fp64_as_stock_does(kind: zoo.Kind) -> No
 
 
 @every_kind
-def test_an_output_records_hidden_states_and_attentions_as_stock_does(kind: zoo.Kind) -> None:
-    model, batch = kind.build(), kind.batch()
+@every_half
+def test_rounding_patches_train_as_close_to_fp32_as_stock(kind: zoo.Kind, dtype: torch.dtype) -> None:
+    kind.check_dtype(dtype)
+    model, batch = kind.build(dropout_rate=0.0).to(dtype).train(), kind.batch(dtype)
+    reference = gradients(copy.deepcopy(model).float(), kind.batch(dtype) | floats(batch))
+
+    def error(patches: list[str]) -> float:
+        with t5fastpatch.patched(model, patches) if patches else contextlib.nullcontext():
+            pairs = list(zip(gradients(model, batch), reference, strict=True))
+        difference = sum((a.double() - b.double()).square().sum() for a, b in pairs)
+        return float(difference / sum(b.double().square().sum() for _, b in pairs))
+
+    assert error(["softmax_dtype", "layer_norm"]) <= 1.5 * error([])
+
+
+@every_kind
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
+def test_an_output_records_hidden_states_and_attentions_as_stock_does(kind: zoo.Kind, dtype: torch.dtype) -> None:
+    kind.check_dtype(dtype)
+    model, batch = kind.build().to(dtype), kind.batch(dtype)
     if hasattr(model, "set_attn_implementation"):
         model.set_attn_implementation("eager")
     wanted = {"output_hidden_states": True, "output_attentions": True}
     with torch.no_grad():
         stock = model(**batch, **wanted)
-        t5fastpatch.apply(model, ["skip_inf_check", "softmax_dtype"])
+        t5fastpatch.apply(model, exact_patches(dtype))
         assert same(stock, model(**batch, **wanted))
         t5fastpatch.apply(model, PATCHES)
         patched = model(**batch, **wanted)
     assert stock.keys() == patched.keys()
     for a, b in zip(tensors(stock), tensors(patched), strict=True):
-        assert a.shape == b.shape
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        assert (a.double() - b.double()).norm() <= (1e-4 if dtype == torch.float32 else 1e-2) * a.double().norm()
 
 
 GENERATES = [kind for kind in zoo.KINDS if kind.family not in ("pop2piano",)]  # its generate wants audio features
@@ -154,10 +193,11 @@ def test_generation_is_stocks(kind: zoo.Kind, options: dict[str, Any]) -> None:
     assert torch.equal(stock, generated(model, batch, **options))
 
 
-@pytest.mark.parametrize("dtype", HALVES, ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("kind", GENERATES, ids=str)
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=["greedy", "beam"])
-def test_generation_without_the_check_is_stocks_in_half(dtype: torch.dtype, options: dict[str, Any]) -> None:
-    kind = zoo.BY_NAME["t5"]
+def test_generation_without_the_check_is_stocks_in_fp16(kind: zoo.Kind, options: dict[str, Any]) -> None:
+    dtype = torch.float16
+    kind.check_dtype(dtype)
     model, batch = kind.build().to(dtype), kind.batch(dtype)
     stock = generated(model, batch, **options)
     t5fastpatch.apply(model, ["skip_inf_check"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import inspect
 import io
@@ -19,8 +20,8 @@ import zoo
 from torch import nn
 
 import t5fastpatch
-from t5fastpatch import install
-from t5fastpatch.registry import State
+from t5fastpatch import findings, install, registry
+from t5fastpatch.registry import Contract, Role, SourcePatch, State
 
 ALL = ["skip_inf_check", "softmax_dtype", "layer_norm"]
 
@@ -43,6 +44,15 @@ def logits(model: Any, batch: dict[str, Any]) -> torch.Tensor:
 
 def classes(model: nn.Module) -> list[type]:
     return [type(module) for module in model.modules()]
+
+
+def touch_return(name: str, **more: Any) -> SourcePatch:
+    """A patch of no use that applies once to every block."""
+
+    def edits(method: Any) -> list[Any]:
+        return [method.replace(method.tree.body[-1].value, ast.unparse(method.tree.body[-1].value))]
+
+    return SourcePatch(name, "for a test", Contract.EXACT, Role.BLOCK, edits=edits, sites=1, **more)
 
 
 def patched_modules(model: nn.Module) -> int:
@@ -149,6 +159,19 @@ def test_a_deep_copy_keeps_the_patches_and_is_independent(model: Any, batch: dic
     assert twin.encoder.embed_tokens.weight is twin.shared.weight
     t5fastpatch.remove(twin)
     assert patched_modules(twin) == 0
+
+
+def test_a_deep_copy_of_a_compiled_module_runs_its_own_weights(model: Any) -> None:
+    block = model.float().encoder.block[0]
+    block.compile(backend="eager")
+    t5fastpatch.apply(model, ["skip_inf_check"])
+    hidden = torch.randn(1, 4, 32)
+    with torch.no_grad():
+        out = block(hidden)[0]
+        twin = copy.deepcopy(block)
+        for parameter in block.parameters():
+            parameter.zero_()
+        assert torch.equal(twin(hidden)[0], out)
 
 
 def test_a_shallow_copy_of_a_module_keeps_its_patches(model: Any) -> None:
@@ -258,6 +281,7 @@ def test_a_subclass_with_a_forward_of_its_own_is_left_alone(model: Any) -> None:
     model.encoder.block[1].__class__ = Relabelled
     report = t5fastpatch.apply(model, ["skip_inf_check"])
     assert type(model.encoder.block[0]) is MyBlock
+    assert "1 modules with a forward of their own" in report["skip_inf_check"].why
     assert isinstance(model.encoder.block[1], Relabelled)
     assert "t5fastpatch" in vars(type(model.encoder.block[1]))
     assert report["skip_inf_check"].modules == 3
@@ -339,16 +363,21 @@ def test_a_compiled_module_follows_apply_and_remove(model: Any, batch: dict[str,
     assert torch.equal(logits(compiled, batch), stock)
 
 
-def test_the_source_that_runs_is_the_source_that_is_shown(model: Any) -> None:
-    block = model.encoder.block[0]
-    stock, stock_first = inspect.getsourcelines(type(block).forward)
-    t5fastpatch.apply(model, ["skip_inf_check"])
-    patched, first = inspect.getsourcelines(type(block).forward)
-    assert any("isinf" in line for line in stock)
-    assert not any("isinf" in line for line in patched)
-    assert first == stock_first
-    kept = [(number, line) for number, line in enumerate(patched) if line.strip()]
-    assert all(stock[number] == line for number, line in kept)
+@pytest.mark.parametrize("kind", zoo.KINDS, ids=str)
+def test_the_source_that_runs_is_the_source_that_is_shown(kind: zoo.Kind) -> None:
+    model = kind.build()
+    stock = {type(module).__name__: inspect.getsourcelines(type(module).forward) for module in model.modules()}
+    t5fastpatch.apply(model, ["skip_inf_check", "softmax_dtype"])
+    patched = {cls.__name__: cls for cls in classes(model) if "t5fastpatch" in vars(cls)}
+    assert patched
+    for name, cls in patched.items():
+        lines, first = inspect.getsourcelines(cls.forward)
+        was, was_first = stock[name]
+        assert first == was_first
+        assert lines != was
+        assert not any("isinf" in line or "scores.float()" in line for line in lines)
+        same = [(number, line) for number, line in enumerate(lines) if line.strip() and "softmax" not in line]
+        assert all(was[number] == line for number, line in same)
 
 
 def test_a_traceback_shows_upstreams_line(model: Any) -> None:
@@ -361,7 +390,7 @@ def test_a_traceback_shows_upstreams_line(model: Any) -> None:
     except ZeroDivisionError as error:
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "t5fastpatch" in frame.filename]
     assert len(frames) == 1
-    assert "[t5fastpatch: skip_inf_check]" in frames[0].filename
+    assert "[t5fastpatch: skip_inf_check on T5Block]" in frames[0].filename
     path = inspect.getsourcefile(type(model))
     assert path is not None
     assert frames[0].line == Path(path).read_text().splitlines()[(frames[0].lineno or 0) - 1].strip()
@@ -411,18 +440,197 @@ def test_accelerates_hooks_run_patched_code_and_come_off_in_any_order(
 def test_an_error_half_way_leaves_the_model_as_it_was(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     t5fastpatch.apply(model, ["layer_norm"])
     before = classes(model)
-    real, calls = install._rebind, []
+    real, calls = install._is_bound, []
 
-    def fail_at_the_third(*args: Any) -> None:
+    def fail_at_the_fifth(*args: Any) -> bool:
         calls.append(args)
-        if len(calls) == 3:
+        if len(calls) == 5:
             raise RuntimeError("out of luck")
-        real(*args)
+        return real(*args)
 
-    monkeypatch.setattr(install, "_rebind", fail_at_the_third)
+    monkeypatch.setattr(install, "_is_bound", fail_at_the_fifth)
     with pytest.raises(RuntimeError, match="out of luck"):
         t5fastpatch.apply(model, ALL)
     assert classes(model) == before
+
+
+def test_patched_lets_the_blocks_own_error_through_and_takes_its_patches_off(model: Any) -> None:
+    norm = model.encoder.final_layer_norm
+
+    def block() -> None:
+        with t5fastpatch.patched(model, ["layer_norm"]):
+            norm.forward = lambda hidden_states: hidden_states
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        block()
+    assert patched_modules(model) == 0
+    assert norm(3) == 3
+
+
+def test_removing_a_preset_takes_off_what_it_put_on(model: Any) -> None:
+    t5fastpatch.apply(model, "safe")
+    assert "layer_norm" in [row.patch for row in t5fastpatch.remove(model, "safe").rows]
+    assert patched_modules(model) == 0
+    t5fastpatch.apply(model, ["layer_norm", "skip_inf_check"])
+    t5fastpatch.remove(model, "safe")
+    assert t5fastpatch.status(model)["skip_inf_check"].state is State.ON
+    assert t5fastpatch.status(model)["layer_norm"].state is State.APPLIES
+
+
+def test_a_patch_that_is_no_longer_registered_can_be_removed(model: Any) -> None:
+    patch = t5fastpatch.register(touch_return("gone_tomorrow"))
+    t5fastpatch.apply(model, [patch.name])
+    registry._registered.clear()
+    assert patched_modules(model) > 0
+    t5fastpatch.remove(model, [patch.name])
+    assert patched_modules(model) == 0
+
+
+def test_of_two_rivals_a_preset_takes_the_first_and_reports_the_other(model: Any) -> None:
+    t5fastpatch.register(touch_return("rival", conflicts=frozenset({"layer_norm"})))
+    report = t5fastpatch.apply(model)
+    assert report["layer_norm"].state is State.ON
+    assert report["rival"].state is State.CONFLICT
+    assert "layer_norm" in report["rival"].why
+    assert t5fastpatch.status(model)["rival"].state is State.CONFLICT
+
+
+def test_threads_may_apply_remove_and_run_at_once(batch: dict[str, Any]) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    stock = zoo.BY_NAME["t5"].build().half()
+    expected = logits(stock, batch)
+
+    def cycle(number: int) -> bool:
+        model = copy.deepcopy(stock)
+        for _ in range(5):
+            with t5fastpatch.patched(model, ALL[number % 3 :]):
+                logits(model, batch)
+        return torch.equal(logits(model, batch), expected)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(cycle, range(8)))
+
+
+def test_mixed_dtypes_do_not_warn(model: Any) -> None:
+    import warnings
+
+    t5fastpatch.apply(model, ["layer_norm"])
+    norm = model.encoder.final_layer_norm
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert norm(torch.randn(2, 32)).dtype == torch.float16
+        assert norm(torch.randn(2, 32).bfloat16()).dtype == torch.float16
+
+
+def test_overlapping_blocks_leave_nothing_behind(model: Any) -> None:
+    before = classes(model)
+    first, second = t5fastpatch.patched(model, ALL), t5fastpatch.patched(model, ["layer_norm"])
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
+    assert classes(model) == before
+
+
+def test_a_mixin_with_a_forward_is_left_alone(model: Any) -> None:
+    norm = model.encoder.final_layer_norm
+    expected = t5fastpatch.status(model)["layer_norm"].modules
+
+    class Mixin:
+        def forward(self, hidden_states: torch.Tensor) -> Any:
+            return super().forward(hidden_states) * 2  # type: ignore[misc]
+
+    norm.__class__ = type("Doubled", (Mixin, type(norm)), {})
+    report = t5fastpatch.apply(model, ["layer_norm"])
+    assert report["layer_norm"].modules == expected - 1
+    assert "1 modules with a forward of their own" in report["layer_norm"].why
+    assert norm(torch.ones(1, 32).half()).shape == (1, 32)
+
+
+def test_a_parametrized_module_is_refused_and_a_patched_one_may_be_parametrized(model: Any) -> None:
+    from torch.nn.utils import parametrize
+
+    norm = model.encoder.final_layer_norm
+    with torch.no_grad():
+        parametrize.register_parametrization(norm, "weight", nn.Identity())
+        with pytest.raises(t5fastpatch.ForeignForwardError, match="is parametrized"):
+            t5fastpatch.apply(model, ["layer_norm"])
+        parametrize.remove_parametrizations(norm, "weight")
+        t5fastpatch.apply(model, ["layer_norm"])
+        parametrize.register_parametrization(norm, "weight", nn.Identity())
+        twin = copy.deepcopy(norm)
+        hidden = torch.randn(2, 32).half()
+        assert torch.equal(twin(hidden), norm(hidden))
+        assert type(twin) is type(norm)
+        parametrize.remove_parametrizations(norm, "weight")
+    t5fastpatch.remove(model)
+    assert patched_modules(model) == 0
+
+
+def test_classes_made_for_a_model_do_not_outlive_it() -> None:
+    import gc
+    import weakref
+
+    model = zoo.BY_NAME["t5"].build()
+    norm = model.encoder.final_layer_norm
+    norm.__class__ = type("Local", (type(norm),), {})
+    t5fastpatch.apply(model, ["layer_norm"])
+    seen = weakref.ref(type(norm))
+    del model, norm
+    gc.collect()
+    assert seen() is None
+
+
+def test_a_thousand_cycles_leave_no_classes_behind(model: Any) -> None:
+    t5fastpatch.apply(model, ["layer_norm"])
+    norm = type(model.encoder.final_layer_norm).__mro__[1]
+    known = len(norm.__subclasses__())
+    for _ in range(1000):
+        t5fastpatch.remove(model.encoder.final_layer_norm)
+        t5fastpatch.apply(model.encoder.final_layer_norm, ["layer_norm"])
+    assert len(norm.__subclasses__()) == known
+
+
+def test_inside_a_dispatch_mode_the_probes_run_for_real() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    findings._found.clear()
+    model = zoo.BY_NAME["t5"].build()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        report = t5fastpatch.apply(model, ALL)
+    assert report["skip_inf_check"].state is State.ON
+    assert report["layer_norm"].state is State.ON
+
+
+def test_what_names_a_list_or_commas_may_hold(model: Any) -> None:
+    report = t5fastpatch.apply(model, "layer_norm, skip_inf_check")
+    assert {row.patch for row in report.rows} == {"layer_norm", "skip_inf_check"}
+
+
+def test_remove_takes_what_apply_took(model: Any) -> None:
+    """Also where one of the patches was superfluous."""
+    for patches in (ALL, "all", "safe"):
+        t5fastpatch.apply(model, patches)
+        t5fastpatch.remove(model, patches)
+        assert patched_modules(model) == 0
+
+
+def test_a_part_under_two_names_counts_once(model: Any) -> None:
+    once = t5fastpatch.status(model)["layer_norm"].modules
+    pipeline = SimpleNamespace(components={"text_encoder": model, "text_encoder_2": model})
+    assert t5fastpatch.status(pipeline)["layer_norm"].modules == once
+
+
+def test_a_reason_may_hold_brackets_and_prints_in_ascii(model: Any) -> None:
+    def edits(method: Any) -> list[Any]:
+        raise t5fastpatch.UnexpectedSourceError("scores[mask] and [/y]")
+
+    t5fastpatch.register(SourcePatch("puzzled", "for a test", Contract.EXACT, Role.BLOCK, edits=edits, sites=1))
+    text = str(t5fastpatch.status(model))
+    assert "scores[mask] and [/y]" in text
+    assert text.isascii()
 
 
 def test_a_report_prints_as_a_table_and_converts(model: Any) -> None:

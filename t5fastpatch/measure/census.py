@@ -96,10 +96,10 @@ class _Tally:
     syncs: int = 0
     host_scalars: int = 0
     inside_composite: bool = False
-    inside_sync: bool = False
+    syncs_known: bool = False
 
     def count(self, op: torch._ops.OpOverload, args: tuple[Any, ...], result: Any) -> None:
-        if _is_sync(op, args, result) and not self.inside_sync:
+        if _is_sync(op, args, result) and not self.syncs_known:
             self.syncs += 1
         if _is_view(op):
             return
@@ -121,13 +121,13 @@ class _Tally:
             self.inside_composite = False
 
     @contextlib.contextmanager
-    def sync(self) -> Iterator[None]:
-        self.syncs += 1
-        self.inside_sync = True
+    def call_with_syncs(self, syncs: int) -> Iterator[None]:
+        self.syncs += syncs
+        self.syncs_known = True
         try:
             yield
         finally:
-            self.inside_sync = False
+            self.syncs_known = False
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -173,7 +173,10 @@ class _Composites(TorchFunctionMode):
         elif func in (F.rms_norm, torch.rms_norm) and _is_one_kernel(*args, **kwargs):
             scope = self._tally.composite("rms_norm")
         elif func is torch.Tensor.tolist:
-            scope = self._tally.sync()
+            scope = self._tally.call_with_syncs(1)
+        elif func is F.one_hot:
+            # The CPU reads the indices to check them, CUDA only to find out the number of classes.
+            scope = self._tally.call_with_syncs(int(_classes(*args, **kwargs) < 0))
         with scope:
             return func(*args, **kwargs)
 
@@ -183,6 +186,10 @@ def _is_one_kernel(
 ) -> bool:
     # PyTorch takes its slow composite on CUDA too where the dtypes differ.
     return weight is None or weight.dtype == input.dtype
+
+
+def _classes(input: torch.Tensor, num_classes: int = -1) -> int:
+    return num_classes
 
 
 def _name(op: torch._ops.OpOverload) -> str:

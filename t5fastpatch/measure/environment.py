@@ -22,7 +22,7 @@ def environment(device: torch.device) -> dict[str, str | int]:
         "device": str(device),
         "device_name": device_name(device),
         "threads": torch.get_num_threads(),
-        "platform": platform.platform(),
+        "platform": f"{platform.system()} {platform.machine()}",
     }
 
 

@@ -34,10 +34,12 @@ class Evaluation:
         self._variants = variants
         self._tallies = {variant.name: OutputTally() for variant in variants}
         self._generated: dict[str, list[list[int]]] = {variant.name: [] for variant in variants}
+        self._scored = False
         self._added_memory = {variant.name: 0 for variant in variants}
 
     def run(self, sentences: Sequence[Sentence], advance: Callable[[], object]) -> dict[str, Quality]:
         """The results by variant; `advance` is called after each variant of each batch."""
+        self._scored = all(sentence.target is not None for sentence in sentences)
         ordered: list[Sentence] = []
         for each in batches(sentences, self._settings.batch_size):
             ordered += each
@@ -67,7 +69,8 @@ class Evaluation:
         else:
             outputs = model(**batch).logits
             valid = batch["labels"] != IGNORED_LABEL
-            tally.add_loss(outputs, batch["labels"])
+            if self._scored:
+                tally.add_loss(outputs, batch["labels"])
         tally.add(outputs, outputs if reference is None else reference, valid)
         return outputs
 

@@ -23,7 +23,7 @@ class Quality:
             logit or, for an encoder alone, of an element of its last hidden state.
         mean_difference: the mean of the same.
         nonfinite: how many of those outputs are infinite or NaN.
-        loss: cross entropy per token, computed in fp32 from the logits.
+        loss: cross entropy per token of the references, computed in fp32 from the logits.
         bleu: sacreBLEU of the greedy generations, over all tasks.
         bleu_by_task: the same for each task prefix.
         gen_len: mean generated length in tokens, the end of sentence included.
@@ -85,7 +85,7 @@ def trimmed(tokens: torch.Tensor, end: int, padding: int) -> list[list[int]]:
 
 def agreement(mine: Sequence[Sequence[int]], reference: Sequence[Sequence[int]]) -> float:
     """The share of places with the same token, over the longer of each pair of rows."""
-    same = sum(a == b for pair in zip(mine, reference, strict=True) for a, b in zip(*pair))
+    same = sum(a == b for pair in zip(mine, reference, strict=True) for a, b in zip(*pair, strict=False))
     places = sum(max(map(len, pair)) for pair in zip(mine, reference, strict=True))
     return same / places if places else 1.0
 

@@ -33,6 +33,6 @@ class Settings:
     patches: tuple[str, ...] | None = None
     samples: int | None = None
     rounds: int = 20
-    time_budget: float = 60.0
+    time_budget: float = 45.0
     threads: int | None = None
     seed: int = 0

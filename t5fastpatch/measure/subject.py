@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import json
-import os
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,7 +13,8 @@ from typing import Any
 import torch
 import transformers
 
-from ..errors import T5FastPatchError
+from ..errors import NotT5Error, T5FastPatchError
+from ..loading import checked_name, first_line, one_line_errors
 from .workloads import IGNORED_LABEL, is_seq2seq
 
 DEMO_MODEL = Path(__file__).parents[1] / "demo_model"
@@ -87,8 +86,8 @@ def load(model: str | None, dtype: str, device: str) -> Subject:
         T5FastPatchError: there is no such model, dtype or device, or the model is not one of text to text.
     """
     half_dtype, place = _half_dtype(dtype), _device(device)
-    name = str(DEMO_MODEL) if model is None else _checked(model)
-    with _one_line_errors(name):
+    name = str(DEMO_MODEL) if model is None else checked_name(model)
+    with one_line_errors(name):
         config = transformers.AutoConfig.from_pretrained(name)
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
         fp32 = _class_for(config).from_pretrained(name).float().eval().to(place)
@@ -103,10 +102,14 @@ def held_out(model: str | None) -> list[Sentence]:
     if not path.is_file():
         raise T5FastPatchError(f"no held-out sentences: there is no {path}")
     lines = path.read_text(encoding="utf-8").split("\n")
-    records = [json.loads(line) for line in lines if line.strip()]
-    if not records:
+    try:
+        records = [json.loads(line) for line in lines if line.strip()]
+        sentences = [Sentence(record.get("task", ""), record["source"], record.get("target")) for record in records]
+    except (ValueError, KeyError, AttributeError) as error:
+        raise T5FastPatchError(f"{path} does not hold one object a line with a source: {error!r}") from error
+    if not sentences:
         raise T5FastPatchError(f"no held-out sentences: {path} is empty")
-    return [Sentence(record.get("task", ""), record["source"], record.get("target")) for record in records]
+    return sentences
 
 
 def shuffled(sentences: Sequence[Sentence], seed: int) -> list[Sentence]:
@@ -132,35 +135,17 @@ def _device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise T5FastPatchError(f"no device {name!r} here: {_first_line(error)}") from error
+        raise T5FastPatchError(f"no device {name!r} here: {first_line(error)}") from error
     if device.type not in ("cpu", "cuda"):
         raise T5FastPatchError(f"times are taken on cpu and cuda, not on {name!r}")
     return device
 
 
-def _checked(model: str) -> str:
-    path = Path(model).expanduser()
-    looks_like_path = model.startswith((".", "~", os.sep)) or model.count("/") > 1 or path.exists()
-    if looks_like_path and not path.is_dir():
-        raise T5FastPatchError(f"there is no model directory {model!r}")
-    return str(path) if looks_like_path else model
-
-
 def _class_for(config: Any) -> Any:
-    names = getattr(config, "architectures", None) or [""]
-    if names[0].endswith("EncoderModel") and hasattr(transformers, names[0]):
-        return getattr(transformers, names[0])
+    """The class to load: that of an encoder, or whichever generates text from text."""
+    name = (getattr(config, "architectures", None) or [""])[0]
+    if name.endswith("EncoderModel") and hasattr(transformers, name):
+        return getattr(transformers, name)
+    if name and not name.endswith("ForConditionalGeneration"):
+        raise NotT5Error(f"a {name} is not measured: an encoder or a model for conditional generation is")
     return transformers.AutoModelForSeq2SeqLM
-
-
-@contextlib.contextmanager
-def _one_line_errors(name: str) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, ValueError, ImportError) as error:
-        raise T5FastPatchError(f"cannot load {name!r}: {_first_line(error)}") from error
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

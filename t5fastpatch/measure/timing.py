@@ -129,17 +129,18 @@ def interleave(
     started = clock()
     order = list(variants)
     shuffler = random.Random(seed)
-    calls = _calls_per_sample(_warm_up(variants, stopwatch))
     seconds: dict[str, list[float]] = {name: [] for name in order}
-    for done in range(rounds):
-        if done >= min_rounds and clock() - started > budget_s:
-            break
-        shuffler.shuffle(order)
-        with _no_garbage_collection():
-            for name in order:
-                with variants[name]() as prepare:
-                    seconds[name].append(_sample(prepare, stopwatch, calls))
-                advance()
+    with _old_objects_set_aside():
+        calls = _calls_per_sample(_warm_up(variants, stopwatch))
+        for done in range(rounds):
+            if done >= min_rounds and clock() - started > budget_s:
+                break
+            shuffler.shuffle(order)
+            with _no_garbage_collection():
+                for name in order:
+                    with variants[name]() as prepare:
+                        seconds[name].append(_sample(prepare, stopwatch, calls))
+                    advance()
     return Samples(seconds, calls)
 
 
@@ -166,6 +167,17 @@ def _sample(prepare: Prepare, stopwatch: Stopwatch, calls: int) -> float:
     if calls > 1:
         prepare()()
     return statistics.fmean(stopwatch(prepare()) for _ in range(calls))
+
+
+@contextlib.contextmanager
+def _old_objects_set_aside() -> Iterator[None]:
+    # Else each round's collection would look at every object of every imported module.
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @contextlib.contextmanager

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..errors import T5FastPatchError
+
 Batch = Mapping[str, torch.Tensor]
 IGNORED_LABEL = -100
 
@@ -54,7 +56,12 @@ def decoder_step(model: nn.Module, batch: Batch) -> Workload:
         model: a sequence-to-sequence model of the T5 family.
         batch: as for `forward`, with `labels` of target length 2 or more: all decoder inputs but the last fill the
             cache, the last is the step.
+
+    Raises:
+        T5FastPatchError: the labels are shorter.
     """
+    if batch["labels"].shape[1] < 2:
+        raise T5FastPatchError("a decoder step takes labels of two tokens or more, the first to fill the cache")
     keyword = cache_keyword(model)
     context = {name: batch[name] for name in ("attention_mask",) if name in batch}
     tokens = decoder_input_ids(model, batch["labels"])

@@ -19,8 +19,10 @@ def edits(method: Method) -> list[Edit]:
     Known are `softmax(scores.float(), dim=d).type_as(scores)` and
     `softmax(scores, dim=d, dtype=torch.float32).type_as(scores)`, for any name in the place of `scores`.
 
+    The dtype is given, though it is the input's, since autocast would take the softmax in fp32 without it.
+
     Raises:
-        UnexpectedSourceError: another softmax with a cast stands in the method.
+        UnexpectedSourceError: the method has another softmax, and casts to fp32 that may belong to it.
     """
     found = []
     matched = set()
@@ -34,20 +36,26 @@ def edits(method: Method) -> list[Edit]:
                 dim = next(ast.unparse(keyword) for keyword in softmax.keywords if keyword.arg == "dim")
                 text = f"{ast.unparse(softmax.func)}({scores}, {dim}, dtype={scores}.dtype)"
                 found.append(method.replace(node, text))
-                matched.add(softmax)
-    for node in ast.walk(method.tree):
-        if isinstance(node, ast.Call) and _casts_a_softmax(node) and not matched & set(ast.walk(node)):
-            raise UnexpectedSourceError(f"a softmax with a cast that is not known: {ast.unparse(node)}")
+                matched.add(node)
+    inside = {node for softmax in matched for node in ast.walk(softmax)}
+    others = [node for node in ast.walk(method.tree) if node not in inside]
+    if any(map(_is_softmax, others)) and any(map(_is_cast, others)):
+        where = next(node for node in others if _is_softmax(node))
+        raise UnexpectedSourceError(f"a softmax and a cast that are not known: {ast.unparse(where)}")
     return found
 
 
 def _is_softmax(node: ast.AST) -> bool:
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "softmax"
+    """Whether a node calls a softmax, by any spelling."""
+    if not isinstance(node, ast.Call):
+        return False
+    name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+    return "softmax" in name.lower()
 
 
 def _through_fp32(call: ast.Call, scores: str) -> bool:
     """Whether `call` is one of the two known spellings of an fp32 softmax over `scores`."""
-    if not _is_softmax(call) or len(call.args) != 1:
+    if getattr(call.func, "attr", "") != "softmax" or len(call.args) != 1:
         return False
     keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
     if "dim" not in keywords:
@@ -57,14 +65,12 @@ def _through_fp32(call: ast.Call, scores: str) -> bool:
     return (argument, keywords) in ((f"{scores}.float()", {}), (scores, {"dtype": "torch.float32"}))
 
 
-def _casts_a_softmax(call: ast.Call) -> bool:
-    """Whether `call` is a softmax with a cast in its arguments, or a cast of a softmax."""
-    casts = ("float", "to", "type", "type_as", "double", "half", "bfloat16")
-    if _is_softmax(call):
-        arguments = [node for argument in call.args for node in ast.walk(argument)]
-        cast_inside = any(isinstance(node, ast.Attribute) and node.attr in casts for node in arguments)
-        return cast_inside or any(keyword.arg == "dtype" for keyword in call.keywords)
-    return isinstance(call.func, ast.Attribute) and call.func.attr in casts and _is_softmax(call.func.value)
+def _is_cast(node: ast.AST) -> bool:
+    """Whether a node casts, or names a dtype to cast to."""
+    match node:
+        case ast.Attribute(attr="float" | "double" | "type_as" | "float32" | "float64") | ast.keyword(arg="dtype"):
+            return True
+    return False
 
 
 PATCH = SourcePatch(

@@ -1,8 +1,9 @@
-"""The command `ablate`."""
+"""The command `ablate`: options, progress and output; the work is in measure/ablation.py."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,8 +11,8 @@ from typing import Annotated
 
 import typer
 
-from ..errors import T5FastPatchError
-from .settings import Settings
+from .errors import T5FastPatchError
+from .measure.settings import Settings
 
 WIDTH = 110
 
@@ -70,10 +71,12 @@ def _run(settings: Settings, json: Path | None) -> bool:
     import transformers
     from rich.console import Console
 
-    from .ablation import run
-    from .report import print_report, to_json
+    from .measure.ablation import run
+    from .measure.report import print_report, to_json
 
     transformers.utils.logging.set_verbosity_error()
+    # Where the hub cannot be reached it would announce each try.
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     with contextlib.suppress(AttributeError):
         transformers.utils.logging.disable_progress_bar()
     with _progress() as start:
