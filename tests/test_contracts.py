@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -95,8 +96,12 @@ class Fp64(TorchFunctionMode):
 def fp64_logits(model: Any, batch: dict[str, Any]) -> torch.Tensor:
     """The logits of a stock model, computed in fp64."""
     wide = {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
+    exact = copy.deepcopy(model).double()
+    for module in exact.modules():
+        if "Router" in type(module).__name__:
+            module.dtype = torch.float64  # what Switch's router computes in
     with torch.no_grad(), Fp64():
-        logits: torch.Tensor = copy.deepcopy(model).double()(**wide)["logits"]
+        logits: torch.Tensor = exact(**wide)["logits"]
     assert logits.dtype == torch.float64
     return logits
 
@@ -135,20 +140,32 @@ def test_in_fp32_all_patches_agree_with_fp64_as_stock_does(kind: zoo.Kind) -> No
     assert patched.max() < 1e-3
 
 
-@every_kind
+def gradient_error(model: Any, batch: dict[str, Any], reference: list[torch.Tensor], patches: list[str]) -> float:
+    """The squared distance of the gradients from the reference's, relative to it."""
+    with t5fastpatch.patched(model, patches) if patches else contextlib.nullcontext():
+        pairs = list(zip(gradients(model, batch), reference, strict=True))
+    difference = sum((a.double() - b.double()).square().sum() for a, b in pairs)
+    return float(difference / sum(b.double().square().sum() for _, b in pairs))
+
+
+# A rounding may flip a ReLU or a router's choice, and then decides the whole gradient: compared where nothing jumps.
+SMOOTH = [kind for kind in zoo.KINDS if kind.family != "switch_transformers"]
+
+
+@pytest.mark.parametrize("kind", SMOOTH, ids=str)
 @every_half
 def test_rounding_patches_train_as_close_to_fp32_as_stock(kind: zoo.Kind, dtype: torch.dtype) -> None:
-    kind.check_dtype(dtype)
-    model, batch = kind.build(dropout_rate=0.0).to(dtype).train(), kind.batch(dtype)
-    reference = gradients(copy.deepcopy(model).float(), kind.batch(dtype) | floats(batch))
-
-    def error(patches: list[str]) -> float:
-        with t5fastpatch.patched(model, patches) if patches else contextlib.nullcontext():
-            pairs = list(zip(gradients(model, batch), reference, strict=True))
-        difference = sum((a.double() - b.double()).square().sum() for a, b in pairs)
-        return float(difference / sum(b.double().square().sum() for _, b in pairs))
-
-    assert error(["softmax_dtype", "layer_norm"]) <= 1.5 * error([])
+    smooth = {} if kind.family == "pix2struct" else {"feed_forward_proj": "gated-gelu"}
+    ratios = []
+    for seed in range(7):
+        model = kind.build(seed, dropout_rate=0.0, **smooth).to(dtype).train()
+        batch = kind.batch(dtype)
+        reference = gradients(copy.deepcopy(model).float(), batch | floats(batch))
+        stock, patched = (
+            gradient_error(model, batch, reference, patches) for patches in ([], ["softmax_dtype", "layer_norm"])
+        )
+        ratios.append(patched / stock)
+    assert statistics.median(ratios) <= 1.25
 
 
 @every_kind
@@ -230,9 +247,9 @@ def test_an_overflow_that_stock_clamps_stays_infinite_without_the_check() -> Non
         block.layer[-1].DenseReluDense.wo.weight.fill_(3e4)
         model.half()
         hidden = torch.ones(1, 4, 32, dtype=torch.float16)
-        stock = block(hidden)[0]
+        stock = block(hidden, **zoo.block_arguments(block, 4))[0]
         t5fastpatch.apply(model, ["skip_inf_check"])
-        patched = block(hidden)[0]
+        patched = block(hidden, **zoo.block_arguments(block, 4))[0]
     assert stock.isfinite().all()
     assert patched.isinf().any()
 
@@ -271,7 +288,7 @@ def test_the_norm_gives_stocks_dtypes_and_better_values_and_gradients(
     values[0], values[1], values[2] = values[0].sign() * 6e4, values[1] * 2e-4, 0.0
     results = []
     for norm in (stock, patched):
-        x = values.to(input_dtype).requires_grad_()
+        x = values.to(input_dtype, copy=True).requires_grad_()
         out = norm(x)
         out[3:].float().square().sum().backward()
         results.append((out.detach(), x.grad, norm.weight.grad))

@@ -167,11 +167,12 @@ def test_a_deep_copy_of_a_compiled_module_runs_its_own_weights(model: Any) -> No
     t5fastpatch.apply(model, ["skip_inf_check"])
     hidden = torch.randn(1, 4, 32)
     with torch.no_grad():
-        out = block(hidden)[0]
+        more = zoo.block_arguments(block, 4)
+        out = block(hidden, **more)[0]
         twin = copy.deepcopy(block)
         for parameter in block.parameters():
             parameter.zero_()
-        assert torch.equal(twin(hidden)[0], out)
+        assert torch.equal(twin(hidden, **more)[0], out)
 
 
 def test_a_shallow_copy_of_a_module_keeps_its_patches(model: Any) -> None:
@@ -386,7 +387,7 @@ def test_a_traceback_shows_upstreams_line(model: Any) -> None:
     block.layer[-1] = nn.Identity()
     block.layer[-1].forward = lambda *_: 1 / 0  # type: ignore[method-assign, assignment]
     try:
-        block(torch.zeros(1, 3, 32, dtype=torch.float16))
+        block(torch.zeros(1, 3, 32, dtype=torch.float16), **zoo.block_arguments(block, 3))
     except ZeroDivisionError as error:
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "t5fastpatch" in frame.filename]
     assert len(frames) == 1

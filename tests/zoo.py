@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -74,11 +75,11 @@ class Kind:
     def __str__(self) -> str:
         return self.name
 
-    def build(self, **more: Any) -> Any:
+    def build(self, seed: int = 0, **more: Any) -> Any:
         """The model in fp32 and eval mode; weights as large as a trained model's, norm gains away from 1."""
         if not hasattr(transformers, self.model):
             pytest.skip(f"transformers {transformers.__version__} has no {self.model}")
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         model = getattr(transformers, self.model)(self.config(**more)).eval()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
@@ -99,6 +100,12 @@ class Kind:
             inputs["attention_mask"] = torch.ones_like(inputs["attention_mask"])
         inputs = {name: value.to(dtype) if value.is_floating_point() else value for name, value in inputs.items()}
         return {**inputs, "labels": ids(6, 3)}
+
+
+def block_arguments(block: Any, length: int) -> dict[str, Any]:
+    """What a block of some releases wants beside its input, called by itself."""
+    wanted = inspect.signature(block.forward).parameters
+    return {"cache_position": torch.arange(length)} if "cache_position" in wanted else {}
 
 
 GATED = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
