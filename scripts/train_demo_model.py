@@ -595,8 +595,8 @@ package and licence; the licence texts are in `LICENSES.md`.
 {epochs} epochs of batches of {batch_size} lines of like length, in fp32, dropout {config.dropout_rate}; Adafactor with
 steps scaled by the parameters (`scale_parameter=True`, `relative_step=False`), learning rate up to {peak:g} in
 {warm_up} steps and linearly down to 0 at the end; seed {seed}.
-The last epoch's weights are shipped; the held-out lines chose nothing. It took {minutes:.0f} minutes on {threads} CPU
-cores (torch {torch}, transformers {transformers}).
+The last epoch's weights are shipped; the held-out lines chose nothing. It took {minutes:.0f} minutes on a CPU with
+`--threads {threads}` (torch {torch}, transformers {transformers}).
 
 ## Held-out results
 
