@@ -116,16 +116,19 @@ def distances(outputs: Any, reference: Any) -> torch.Tensor:
 @every_half
 def test_rounding_patches_are_no_further_from_fp64_than_stock(kind: zoo.Kind, dtype: torch.dtype) -> None:
     kind.check_dtype(dtype)
-    model, batch = kind.build().to(dtype), kind.batch(dtype)
-    reference = fp64_logits(model, batch)
-    with torch.no_grad():
-        stock = distances(model(**batch)["logits"], reference)
-        for patch in ("softmax_dtype", "layer_norm"):
-            with t5fastpatch.patched(model, [patch]):
-                patched = distances(model(**batch)["logits"], reference)
-            for quantile in (0.5, 0.9):
-                # The logits are rounded to half themselves: a quarter more is within the noise of one small model.
-                assert patched.quantile(quantile) <= 1.25 * stock.quantile(quantile) + 1e-6
+    variants = {"stock": [], "softmax_dtype": ["softmax_dtype"], "layer_norm": ["layer_norm"]}
+    found: dict[str, list[torch.Tensor]] = {name: [] for name in variants}
+    batch = kind.batch(dtype)
+    for seed in range(6):
+        model = kind.build(seed).to(dtype)
+        reference = fp64_logits(model, batch)
+        for name, patches in variants.items():
+            with torch.no_grad(), t5fastpatch.patched(model, patches) if patches else contextlib.nullcontext():
+                found[name].append(distances(model(**batch)["logits"], reference))
+    for quantile in (0.5, 0.9):
+        stock, *patched = (torch.cat(each).quantile(quantile) for each in found.values())
+        # The logits are rounded to half themselves: some more is within the noise of six small models.
+        assert all(each <= 1.2 * stock for each in patched)
 
 
 @every_kind
@@ -337,7 +340,7 @@ def test_a_model_loaded_in_fp16_keeps_its_dtypes(tmp_path: Any) -> None:
         patched = model(**batch, output_hidden_states=True)
     for a, b in zip(tensors(stock), tensors(patched), strict=True):
         assert a.dtype == b.dtype
-        torch.testing.assert_close(a.float(), b.float(), rtol=2e-2, atol=5e-2)
+        assert (a.double() - b.double()).norm() <= 1e-2 * a.double().norm()
 
 
 def test_switchs_router_softmax_is_no_match() -> None:

@@ -655,11 +655,19 @@ def test_quantized_linears_do_not_matter(model: Any) -> None:
 
     model = model.float()
     tokens = zoo.ids(9, 1)
+
+    def quantize() -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
+
+    try:
+        quantize().encoder(input_ids=tokens)
+    except AttributeError:
+        pytest.skip("stock of this release reads wo.weight.dtype, which a quantized linear has not")
     t5fastpatch.apply(model, ALL)
     expected = model.encoder(input_ids=tokens)[0]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        quantized = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
+    quantized = quantize()
     assert patched_modules(quantized) == patched_modules(model)
     out = quantized.encoder(input_ids=tokens)[0]
     assert nn.functional.cosine_similarity(out, expected, dim=-1).min() > 0.97
