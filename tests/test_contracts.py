@@ -168,7 +168,9 @@ def test_rounding_patches_train_as_close_to_fp32_as_stock(kind: zoo.Kind, dtype:
             gradient_error(model, batch, reference, patches) for patches in ([], ["softmax_dtype", "layer_norm"])
         )
         ratios.append(patched / stock)
-    assert statistics.median(ratios) <= 1.25
+    # Which of two roundings ends up nearer is chance: over 24 models the median ratio was 0.64 to 1.01, of seven it
+    # varies by half. A norm that loses one of fp16's ten bits would give 4.
+    assert statistics.median(ratios) <= 2
 
 
 @every_kind
