@@ -31,7 +31,9 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _options(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
 ) -> None: ...
 
 
@@ -118,7 +120,7 @@ def _launch(target: str, args: list[str], module: bool, patches: str | None) -> 
     from .launcher import check, run
 
     try:
-        check(target, module=module)
+        check(target, module=module, patches=patches)
     except T5FastPatchError as error:
         return _report_error(error)
     run(target, args, module=module, patches=patches)

@@ -21,7 +21,9 @@ def ablate(
     model: Annotated[
         str | None, typer.Option(help="A model's directory, or its name on the hub; the embedded model without it.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="The half precision: float16 or bfloat16.")] = Settings.dtype,
+    dtype: Annotated[
+        str, typer.Option(help="Which half precision: float16 (fp16, half) or bfloat16 (bf16).")
+    ] = Settings.dtype,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = Settings.device,
     batch_size: Annotated[int, typer.Option(min=1, help="Sentences per batch.")] = Settings.batch_size,
     max_source_length: Annotated[int, typer.Option(min=1, help="Longest source, in tokens.")] = (

@@ -97,7 +97,7 @@ def remove(model: Any, patches: str | Iterable[str] | None = None) -> Report:
         unwanted += [patch for patch in own.values() if "safe" in names and not patch.unsafe_alone]
         if not unwanted:
             wide = {patch.name for patch in parts.on()} - set(own)
-            hint = "; what T5FASTPATCH put on the whole process stays until it is unset" if wide else ""
+            hint = "; what T5FASTPATCH put on stays for the life of the process" if wide else ""
             what = "any patch to remove" if set(names) & set(PRESETS) else ", ".join(names)
             raise NotAppliedError(f"this {parts.name} does not have {what}{hint}")
         _change((module, cls, [p for p in patches_on(module) if p not in unwanted]) for module, cls in parts.modules)
@@ -199,7 +199,7 @@ class _Parts:
             state = State.UNSAFE
             notes.append(patch.unsafe_alone)
         strangers = sum(role_of(cls) is patch.role for _, cls in self.strangers)
-        notes.append(f"left alone: {strangers} modules with a forward of their own" if strangers else "")
+        notes.append(f"modules with a forward of their own, left alone: {strangers}" if strangers else "")
         why = "; ".join(filter(None, notes))
         return Row(patch.name, state, found.sites, len(places), patch.contract.value, why)
 
@@ -211,7 +211,10 @@ def _roots(model: Any) -> list[nn.Module]:
     held = list(components.values()) if isinstance(components, Mapping) else [getattr(model, "model", None)]
     roots = list(dict.fromkeys(each for each in held if isinstance(each, nn.Module)))
     if not roots:
-        raise WrongTypeError(f"a model is a torch.nn.Module, or holds one as .model or .components: {model!r:.80}")
+        raise WrongTypeError(
+            f"a model is a torch.nn.Module, or holds one as .model or .components, not a {type(model).__name__}"
+            + (": load it first" if isinstance(model, str) else "")
+        )
     return roots
 
 

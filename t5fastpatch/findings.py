@@ -46,7 +46,9 @@ def survey(patch: Patch, classes: Iterable[type]) -> Survey:
                 f"{patch.name} on {cls.__name__}, transformers {transformers_version()}: {each.refusal}. "
                 "Leave the patch out there, and please report it"
             )
-            return Survey(State.REFUSED, refusal=type(each.refusal)(message))
+            refusal = type(each.refusal)(message)
+            refusal.__cause__ = each.refusal.__cause__
+            return Survey(State.REFUSED, refusal=refusal)
     applies = frozenset(cls for cls, each in found.items() if each.state is State.APPLIES)
     state = State.APPLIES if applies else State.UPSTREAM if found else State.ABSENT
     return Survey(state, applies, sum(found[cls].sites for cls in applies))
@@ -66,7 +68,9 @@ def finding(patch: Patch, cls: type) -> Finding:
     except T5FastPatchError as error:
         return Finding(State.REFUSED, refusal=error)
     except Exception as error:
-        return Finding(State.REFUSED, refusal=UnexpectedSourceError(f"it could not be judged ({error!r})"))
+        refusal = UnexpectedSourceError(f"the patch failed over it ({error!r})")
+        refusal.__cause__ = error  # a fault in the patch itself: its author wants the traceback
+        return Finding(State.REFUSED, refusal=refusal)
 
 
 def upstream_class(cls: type) -> type | None:

@@ -13,12 +13,20 @@ from importlib.machinery import SourceFileLoader
 
 from .autopatch import VARIABLE, activate
 from .errors import NotFoundError
+from .registry import check_names, names_of
 
 
-def check(target: str, *, module: bool) -> None:
-    """Raises `NotFoundError` where there is no script `target`; whether there is a module, running it will tell."""
+def check(target: str, *, module: bool, patches: str | None) -> None:
+    """Checks what is asked for, before the program starts; whether there is a module, running it will tell.
+
+    Raises:
+        NotFoundError: there is no such script.
+        UnknownPatchError: `patches` has a name that is no patch's and no preset's.
+    """
+    check_names(names_of(patches or "safe"))
     if not module and not os.path.exists(target):
-        raise NotFoundError(f"there is no script {target!r}; for a module say -m {target}")
+        hint = "" if target.endswith(".py") else f"; for a module say -m {target}"
+        raise NotFoundError(f"there is no script {target!r}{hint}")
 
 
 def run(target: str, args: Sequence[str], *, module: bool = False, patches: str | None = None) -> None:

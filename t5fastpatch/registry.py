@@ -125,7 +125,7 @@ class SourcePatch(Patch):
             if not edits:
                 return Finding(State.UPSTREAM)
             if len(edits) != self.sites:
-                raise UnexpectedSourceError(f"the pattern stands there {len(edits)} times, not {self.sites}")
+                raise UnexpectedSourceError(f"number of places found: {len(edits)}, expected: {self.sites}")
             method.edited(edits, self.name)  # whether there can be such a function
         except UnexpectedSourceError as error:
             return Finding(State.REFUSED, refusal=error)
@@ -184,7 +184,8 @@ def get_patch(name: str) -> Patch:
         patch: Patch = importlib.import_module(f"{__package__}.patches.{name}").PATCH
         return patch
     if name not in _registered:
-        check_names([name])
+        if name not in _entry_points():
+            raise UnknownPatchError(_unknown(name, patch_names()))
         _load(_entry_points()[name])
     return _registered[name]
 
@@ -218,9 +219,7 @@ def check_names(names: Iterable[str]) -> None:
     known = [*patch_names(), *PRESETS]
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise UnknownPatchError(f"no patch is called {name!r:.80}: {hint}there are {', '.join(known)}")
+            raise UnknownPatchError(_unknown(name, known))
 
 
 def names_of(patches: str | Iterable[str] | None) -> list[str]:
@@ -282,6 +281,12 @@ def check_conflict(patch: Patch, others: Iterable[Patch]) -> None:
     other = rival(patch, others)
     if other is not None:
         raise ConflictError(f"{patch.name} and {other.name} cannot be on one model: leave one out, or remove it first")
+
+
+def _unknown(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return f"no patch is called {name!r:.80}: {hint}there are {', '.join(known)}"
 
 
 def _check_patch(patch: Patch) -> None:

@@ -61,7 +61,7 @@ def test_the_variable_patches_an_unmodified_program(script: Any, first: str) -> 
     out, said = run(script(first + MODEL + SHOW))
     assert out == PATCHED
     assert len(said) == 1
-    assert "skip_inf_check on (3 sites)" in said[0]
+    assert "skip_inf_check on (sites: 3)" in said[0]
 
 
 def test_it_is_late_enough_after_the_model_too(script: Any) -> None:
@@ -202,11 +202,18 @@ def test_run_passes_the_exit_code_and_errors_on(script: Any) -> None:
     assert "no" in done.stderr
 
 
+def test_run_with_a_wrong_name_starts_nothing(script: Any) -> None:
+    command = [sys.executable, "-m", "t5fastpatch", "run", "--patches", "layer_nrm", script("print('ran')")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "did you mean 'layer_norm'" in done.stderr
+
+
 def test_run_of_a_missing_script_is_one_line() -> None:
     command = [sys.executable, "-m", "t5fastpatch", "run", "nowhere.py"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2
-    assert done.stderr.splitlines() == ["error: there is no script 'nowhere.py'; for a module say -m nowhere.py"]
+    assert done.stderr.splitlines() == ["error: there is no script 'nowhere.py'"]
 
 
 def test_process_wide_and_per_model_go_together(script: Any) -> None:
@@ -276,7 +283,7 @@ def plugin(script: Any, tmp_path: Path) -> str:
 def test_another_packages_patch_is_applied_by_name(script: Any, plugin: str) -> None:
     _, said = run(script(MODEL), variable="third_party", PYTHONPATH=plugin)
     assert len(said) == 1
-    assert "third_party on (1 sites)" in said[0]
+    assert "third_party on (sites: 1)" in said[0]
 
 
 def test_another_packages_patch_is_not_imported_before_it_is_needed(script: Any, plugin: str) -> None:

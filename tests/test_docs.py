@@ -69,12 +69,19 @@ def test_the_patch_in_contributing_works() -> None:
         assert report["reshape_only"].state is State.UPSTREAM
 
 
+def test_the_snippet_in_usage_runs() -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "usage.md").read_text(), re.DOTALL)
+    model = zoo.BY_NAME["longt5-local"].build()  # every patch has a place in it, in every release
+    exec(compile(code, "usage.md", "exec"), {"model": model})
+    assert not any("t5fastpatch" in vars(type(module)) for module in model.modules())
+
+
 def test_the_documents_name_only_what_there_is() -> None:
     names = {*registry.patch_names(), *registry.PRESETS}
     for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
         text = path.read_text()
         for call in re.findall(r"T5FASTPATCH=([a-z_,0-9]+)", text):
-            assert call in ("1", "name,name") or set(call.split(",")) <= names, path
+            assert call in ("1", "name,name", "reshape_only") or set(call.split(",")) <= names, path
         for name in re.findall(r"`(\w+Error)`", text):
             assert name in errors.__all__, path
         for target in re.findall(r"\]\(([\w./-]+\.(?:md|json))", text):

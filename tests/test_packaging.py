@@ -55,6 +55,6 @@ def test_an_installed_hook_patches_and_unset_imports_nothing(wheel: Path, tmp_pa
     assert done.returncode == 0, done.stderr
     if variable:
         assert done.stdout.splitlines() == [str(site / "t5fastpatch" / "__init__.py"), "t5fastpatch.patches.layer_norm"]
-        assert "layer_norm on (1 sites)" in done.stderr
+        assert "layer_norm on (sites: 1)" in done.stderr
     else:
         assert done.stdout.splitlines() == ["False", "transformers.models.t5.modeling_t5"]

@@ -16,7 +16,7 @@ from .evaluation import Evaluation
 from .extra import require
 from .results import Ablation, Row, Timing
 from .settings import Settings
-from .subject import Subject, held_out, load, shuffled
+from .subject import Subject, held_out, held_out_source, load, shuffled
 from .timing import Samples, interleave, stopwatch_for
 from .variants import STOCK_FP32, Variant, plan, stock_half
 
@@ -73,6 +73,7 @@ def _run(settings: Settings, start: Start) -> Ablation:
         batch_size=len(timed),
         rounds={workload: each.rounds for workload, each in samples.items()},
         sentences=len(sentences),
+        sentences_from=held_out_source(settings.model),
         settings=settings,
         environment=environment(subject.device),
         failures=[f"{variant.name}: {variant.why}" for variant in variants if variant.refused],

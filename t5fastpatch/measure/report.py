@@ -16,6 +16,8 @@ from .results import Ablation, Row
 from .variants import STOCK_FP32, stock_half
 
 NOTHING = "-"
+# What a row of the table is said to be; a stock model and a set of patches need no word.
+_STATES = {"stock": "", "set": "", State.APPLIES.value: "applied", State.UNSAFE.value: "applied (unsafe alone)"}
 
 
 def print_report(ablation: Ablation, console: Console) -> None:
@@ -44,7 +46,7 @@ def operations_table(ablation: Ablation) -> Table:
             row.census.syncs,
             row.census.host_scalars,
         )
-        state = row.variant.state if row.variant.state in list(State) else ""
+        state = _STATES.get(row.variant.state, row.variant.state)
         table.add_row(row.variant.label, state, *map(str, counts or [NOTHING] * 5))
     return table
 
@@ -102,12 +104,15 @@ def footer(ablation: Ablation) -> list[str]:
     lines = [
         f"{ablation.subject}, transformers {about['transformers']}, torch {about['torch']}, Python {about['python']}, "
         f"on {about['device']} ({about['device_name']}), threads: {about['threads']}.",
+        f"Sentences: {ablation.sentences_from}.",
         f"Interleaved, shuffled rounds: {rounds}. An interval that holds 1 is no measurable effect.",
     ]
     if not str(about["device"]).startswith("cuda"):
         lines.append(
             "Times on a CPU say nothing of half precision on a GPU. Ops, casts and syncs are counted, not timed."
         )
+    unsafe = [row.variant.name for row in ablation.rows if row.variant.state == State.UNSAFE.value]
+    lines += [f"{name} is named here; the presets of t5fastpatch, all too, leave it out." for name in unsafe]
     not_measured = [row.variant for row in ablation.rows if not row.variant.measured]
     lines += [f"{each.name} was not measured: {each.why or each.state} in this release." for each in not_measured]
     return lines

@@ -52,6 +52,7 @@ class Ablation:
         batch_size: sentences in the batch that was counted and timed.
         rounds: how many were timed, by workload.
         sentences: how many the results were taken over.
+        sentences_from: where they are from.
         settings: what was asked for.
         environment: versions, device, threads, platform.
         failures: what should have been measured and could not be, a line each; empty when everything ran.
@@ -64,6 +65,7 @@ class Ablation:
     batch_size: int
     rounds: Mapping[str, int]
     sentences: int
+    sentences_from: str
     settings: Settings
     environment: Mapping[str, str | int]
     failures: Sequence[str]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import transformers
 
-from ..errors import NotT5Error, T5FastPatchError
+from ..errors import NotFoundError, NotT5Error, T5FastPatchError
 from ..loading import checked_name, first_line, one_line_errors
 from .workloads import IGNORED_LABEL, is_seq2seq
 
@@ -91,14 +91,14 @@ def load(model: str | None, dtype: str, device: str) -> Subject:
         config = transformers.AutoConfig.from_pretrained(name)
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
         fp32 = _class_for(config).from_pretrained(name).float().eval().to(place)
+    _check_tokenizer(name, tokenizer, config)
     half = copy.deepcopy(fp32).to(half_dtype)
     return Subject("the embedded model" if model is None else model, fp32, half, tokenizer, place)
 
 
 def held_out(model: str | None) -> list[Sentence]:
     """The held-out sentences in the model's own directory, else those of the embedded model."""
-    own = Path(model or DEMO_MODEL).expanduser() / HELD_OUT
-    path = own if own.is_file() else DEMO_MODEL / HELD_OUT
+    path = _held_out_path(model)
     if not path.is_file():
         raise T5FastPatchError(f"no held-out sentences: there is no {path}")
     lines = path.read_text(encoding="utf-8").split("\n")
@@ -112,6 +112,16 @@ def held_out(model: str | None) -> list[Sentence]:
     return sentences
 
 
+def held_out_source(model: str | None) -> str:
+    """Where the held-out sentences are from, in words."""
+    return "the embedded model's" if _held_out_path(model).parent == DEMO_MODEL else str(_held_out_path(model))
+
+
+def _held_out_path(model: str | None) -> Path:
+    own = Path(model or DEMO_MODEL).expanduser() / HELD_OUT
+    return own if own.is_file() else DEMO_MODEL / HELD_OUT
+
+
 def shuffled(sentences: Sequence[Sentence], seed: int) -> list[Sentence]:
     """The sentences in an order that the seed decides."""
     return random.Random(seed).sample(list(sentences), len(sentences))
@@ -122,6 +132,16 @@ def batches(sentences: Sequence[Sentence], size: int) -> Iterator[list[Sentence]
     by_length = sorted(sentences, key=lambda each: len(each.source))
     for start in range(0, len(by_length), size):
         yield by_length[start : start + size]
+
+
+def _check_tokenizer(name: str, tokenizer: Any, config: Any) -> None:
+    # transformers makes up a tokenizer of its own where a folder has none.
+    if Path(name).is_dir() and not any(Path(name).glob("*token*")) and not any(Path(name).glob("*.model")):
+        raise NotFoundError(f"{name!r} has no tokenizer files")
+    if len(tokenizer) > config.vocab_size:
+        raise T5FastPatchError(
+            f"the tokenizer of {name!r} has {len(tokenizer)} pieces, its model only {config.vocab_size} embeddings"
+        )
 
 
 def _half_dtype(name: str) -> torch.dtype:

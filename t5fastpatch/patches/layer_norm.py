@@ -18,6 +18,12 @@ from ..rewrite import Method
 
 def forward(self, hidden_states):
     weight = self.weight
+    half = weight.dtype in (torch.float16, torch.bfloat16)
+    if half and hidden_states.device.type == "cpu" and torch.is_grad_enabled():
+        # On a CPU the backward of rms_norm takes longer than stock's in half precision; this one takes less.
+        normed = hidden_states.float()
+        normed = normed * torch.rsqrt(normed.square().mean(-1, keepdim=True) + self.variance_epsilon)
+        return normed.to(weight.dtype) * weight
     if hidden_states.dtype == weight.dtype:
         normed = nn.functional.rms_norm(hidden_states, weight.shape, weight, self.variance_epsilon)
     else:
@@ -25,7 +31,7 @@ def forward(self, hidden_states):
         wide = torch.promote_types(hidden_states.dtype, weight.dtype)
         normed = nn.functional.rms_norm(hidden_states.to(wide), weight.shape, weight.to(wide), self.variance_epsilon)
     # Half weights decide the output's dtype, whatever autocast says.
-    return normed.to(weight.dtype) if weight.dtype in (torch.float16, torch.bfloat16) else normed
+    return normed.to(weight.dtype) if half else normed
 
 
 def upstream_has_it(method: Method) -> bool:
