@@ -37,7 +37,7 @@ def enable(family: Family, selection: Selection) -> Report:
         for patch in sorted(selection.patches, key=lambda patch: patch.name not in selection.named):
             found = survey(patch, classes)
             state, why = found.state, str(found.refusal or "")
-            other = rival(patch, (each for on in plan.values() for each in on if each is not patch))
+            other = rival(patch, (each for on in plan.values() for each in on))
             if state is State.APPLIES and patch.unsafe_alone and patch.name not in selection.named:
                 state, why = State.UNSAFE, patch.unsafe_alone
             elif state is State.APPLIES and other is not None:

@@ -179,20 +179,20 @@ class _Parts:
 
     def report(self, surveys: Mapping[Patch, Survey]) -> Report:
         families = dict.fromkeys(family.name for _, cls in self.modules if (family := family_of(cls)))
-        rows = tuple(self._row(patch, found) for patch, found in surveys.items())
+        every = self.on()
+        rows = tuple(self._row(patch, found, every) for patch, found in surveys.items())
         return Report(f"{self.name} ({', '.join(families)})", transformers_version(), rows)
 
-    def _row(self, patch: Patch, found: Survey) -> Row:
+    def _row(self, patch: Patch, found: Survey, every: list[Patch]) -> Row:
         on = [module for module, cls in self.modules if patch in (*patches_on(module), *process_wide(cls))]
         places = [module for module, cls in self.modules if cls in found.classes] or on
         state, notes = found.state, [str(found.refusal or "")]
-        others = [other for other in self.on() if other is not patch]
         if on:
             state = State.ON
             wide = any(patch in process_wide(cls) for _, cls in self.modules)
             notes += [patch.unsafe_alone, "process-wide" if wide else ""]
             notes.append(f"on {len(on)} of {len(places)} modules" if len(on) < len(places) else "")
-        elif state is State.APPLIES and (other := rival(patch, others)) is not None:
+        elif state is State.APPLIES and (other := rival(patch, every)) is not None:
             state = State.CONFLICT
             notes.append(f"cannot be on one model with {other.name}")
         elif state is State.APPLIES and patch.unsafe_alone:
