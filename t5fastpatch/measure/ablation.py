@@ -1,119 +1,244 @@
-"""The ablation: what each patch buys, and what it changes, on one model."""
+"""The ablation: what each patch buys, and what it changes, cell by cell."""
 
 from __future__ import annotations
 
 import contextlib
-import time
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from ..engine import status
-from ..registry import list_patches, select
-from .bench import Bench
-from .environment import environment
+from ..errors import NotT5Error, T5FastPatchError
+from ..loading import first_line
+from ..registry import Patch, list_patches, select
+from ..report import Report
+from .attribution import Attribution, attribution, coalitions
+from .cells import RESULTS, Cell, grid, key_of
+from .environment import environment, fixed_environment
+from .estimate import Estimate, in_words
 from .evaluation import Evaluation
 from .extra import require
-from .results import Ablation, Row, Timing
+from .levels import level_for
+from .micro import micro_ops
+from .precision import Precision
+from .record import cell_record
+from .schema import SCHEMA, CellRecord, Result
 from .settings import Settings
-from .subject import Subject, held_out, held_out_source, load, shuffled
-from .timing import Samples, interleave, stopwatch_for
-from .variants import STOCK_FP32, Variant, plan, stock_half
+from .store import Store
+from .subject import Subject, load, with_random_weights
+from .timing import Limits, Samples, interleave, stopwatch_for
+from .variants import Plan, Variant, plan
 
-Start = Callable[[str, int], Callable[[], None]]
-"""Begins a part of the work, by its description and number of steps, and gives what is to be called after each."""
+NOTHING_TO_PATCH = "nothing to patch: the model holds no module of the T5 family"
 
 
-def run(settings: Settings, start: Start = lambda description, steps: lambda: None) -> Ablation:
-    """Runs an ablation: a census, times and results of every variant, with one fp32 and one half model in memory.
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """Whom to tell how far the work is.
+
+    Attributes:
+        say: is given a line.
+        start: is given the description of a cell and its number of steps, and gives what to call after each step.
+    """
+
+    say: Callable[[str], object] = lambda line: None
+    start: Callable[[str, int], Callable[[], None]] = lambda description, steps: lambda: None
+
+
+def run(settings: Settings, progress: Progress = Progress(), store: Store | None = None) -> Result:
+    """Runs an ablation: every cell's times, counts and results, all variants of a cell against each other.
 
     Args:
         settings: what to run.
-        start: tells of the progress.
+        progress: told how long it will take, and how far it is.
+        store: gets each cell when it is finished; those that it has already are not measured again.
 
     Raises:
-        T5FastPatchError: a setting names a model, dtype, device or patch that is not there, the model is not T5, is
-            patched already, or scipy or sacrebleu is missing.
+        T5FastPatchError: a setting names something that is not there, a patch is on already, or sacrebleu or, for the
+            Trainer, accelerate is missing.
     """
+    require("sacrebleu")
     with torch.no_grad(), _threads(settings):
-        return _run(settings, start)
+        return _Run(settings, progress, store).result()
 
 
-def _run(settings: Settings, start: Start) -> Ablation:
-    for library in ("scipy.stats", "sacrebleu"):
-        require(library)
-    patches = list_patches() if settings.patches is None else select(settings.patches).patches
-    subject = load(settings.model, settings.dtype, settings.device)
-    variants = plan(status(subject.half), patches, subject.half_name)
-    sentences = shuffled(held_out(settings.model), settings.seed)[: settings.samples]
-    timed = sentences[: settings.batch_size]
-    batch = subject.batch(timed, settings.max_source_length, settings.max_new_tokens)
-    bench = Bench(subject, batch, settings.max_new_tokens)
-    measured = [variant for variant in variants if variant.measured]
+class _Run:
+    def __init__(self, settings: Settings, progress: Progress, store: Store | None) -> None:
+        self._settings = settings
+        self._progress = progress
+        self._store = store
+        self._patches = list_patches() if settings.patches is None else list(select(settings.patches).patches)
+        self._subject = self._load()
+        self._notes: list[str] = []
+        self._failures: list[str] = []
+        self._plans: dict[str, Plan] = {}
+        self._cells = grid(settings, self._subject, self._micro())
+        for cell in self._cells:
+            self._plan(cell.precision)
+        if not self._cells:
+            raise T5FastPatchError("none of these workloads makes sense for this model, device and release")
 
-    counted = "decoder_step" if subject.seq2seq else "forward"
-    censuses = {variant.name: bench.census(variant, counted) for variant in measured}
-    samples = _time(bench, measured, subject, settings, start)
-    evaluation = Evaluation(subject, bench, settings, measured)
-    steps = -(-len(sentences) // settings.batch_size) * len(measured)
-    qualities = evaluation.run(sentences, start("results", steps))
+    def result(self) -> Result:
+        found: Result = {
+            "schema": SCHEMA,
+            "subject": {
+                "name": self._subject.name,
+                "parameters": self._subject.parameters,
+                "seq2seq": self._subject.seq2seq,
+                "sentences": self._subject.sentences_from,
+            },
+            "settings": dataclasses.asdict(self._settings),
+            "environment": environment(self._subject.device),
+            "notes": self._notes,
+            "failures": self._failures,
+            "cells": [],
+        }
+        circumstances = self._circumstances()
+        keys = {cell: key_of(cell, circumstances) for cell in self._cells}
+        left = [cell for cell in self._cells if not self._finished(keys[cell])]
+        self._announce(left)
+        if self._store and left:
+            self._store.append({name: value for name, value in found.items() if name != "cells"})
+        for cell in self._cells:
+            record = self._finished(keys[cell]) or self._try(cell, keys[cell])
+            if record is not None:
+                found["cells"].append(record)
+        return found
 
-    def row(variant: Variant) -> Row:
-        if not variant.measured:
-            return Row(variant)
-        timing = _timing(samples, variant, stock_half(subject.half_name), settings.seed)
-        peak = evaluation.peak_memory(variant)
-        return Row(variant, censuses[variant.name], timing, qualities[variant.name], peak)
+    def _load(self) -> Subject:
+        settings = self._settings
+        if settings.shape is not None and settings.model is not None:
+            raise T5FastPatchError("name a model or a shape, not both")
+        if settings.shape is not None:
+            return with_random_weights(settings.shape, settings.device, settings.seed)
+        return load(settings.model, settings.device, settings.seed)
 
-    return Ablation(
-        subject=subject.name,
-        half_name=subject.half_name,
-        counted=counted,
-        rows=[row(variant) for variant in variants],
-        batch_size=len(timed),
-        rounds={workload: each.rounds for workload, each in samples.items()},
-        sentences=len(sentences),
-        sentences_from=held_out_source(settings.model),
-        settings=settings,
-        environment=environment(subject.device),
-        failures=[f"{variant.name}: {variant.why}" for variant in variants if variant.refused],
-    )
+    def _micro(self) -> list[str]:
+        """The operations that can be run alone."""
+        if self._status(Precision.FP32) is None:
+            return []
+        ops, _ = micro_ops(self._subject.fp32, self._patches)
+        return [op.name for op in ops]
 
+    def _status(self, precision: Precision) -> Report | None:
+        with contextlib.suppress(NotT5Error):
+            return status(self._subject.model(precision))
+        return None
 
-def _time(
-    bench: Bench, variants: Sequence[Variant], subject: Subject, settings: Settings, start: Start
-) -> dict[str, Samples]:
-    """Times each workload, with an equal share of what is left of the budget."""
-    samples = {}
-    ends = time.monotonic() + settings.time_budget
-    for done, workload in enumerate(bench.workloads):
-        samples[workload] = interleave(
-            {variant.name: bench.entry(variant, workload) for variant in variants},
-            stopwatch_for(subject.device),
-            rounds=settings.rounds,
-            budget_s=(ends - time.monotonic()) / (len(bench.workloads) - done),
-            seed=settings.seed,
-            advance=start(f"time of {workload}", settings.rounds * len(variants)),
+    def _plan(self, precision: str) -> Plan:
+        if precision not in self._plans:
+            report = self._status(Precision(precision))
+            made = plan(
+                report,
+                self._patches,
+                Precision(precision),
+                tf32=self._subject.device.type == "cuda",
+                shapley=self._settings.shapley,
+                seed=self._settings.seed,
+            )
+            self._plans[precision] = made
+            self._failures += [f"{each.name}: {each.why}" for each in made.variants if each.refused]
+            if report is None and NOTHING_TO_PATCH not in self._notes:
+                self._notes.append(NOTHING_TO_PATCH)
+        return self._plans[precision]
+
+    def _circumstances(self) -> dict[str, Any]:
+        """What a cell's figures depend on beside the cell."""
+        settings = self._settings
+        names = ("patches", "shapley", "samples", "rounds", "min_rounds", "width", "time_budget", "num_beams", "seed")
+        return {
+            **{name: getattr(settings, name) for name in names},
+            "subject": self._subject.fingerprint(),
+            "environment": fixed_environment(self._subject.device),
+        }
+
+    def _finished(self, key: str) -> CellRecord | None:
+        return self._store.finished(key) if self._store else None
+
+    def _announce(self, left: Sequence[Cell]) -> None:
+        done = len(self._cells) - len(left)
+        if left:
+            counts = [(cell, len(self._plan(cell.precision).measured)) for cell in left]
+            seconds = Estimate(self._subject).seconds(counts, self._settings)
+            finished = f", {done} finished already" if done else ""
+            self._progress.say(f"{len(self._cells)} cells{finished}: about {in_words(seconds)}")
+        else:
+            self._progress.say(f"{done} cells, all finished already")
+
+    def _try(self, cell: Cell, key: str) -> CellRecord | None:
+        """Measures a cell; one that cannot be run is a failure, and the others go on."""
+        self._subject.keep({Precision(cell.precision)})
+        try:
+            record = self._measure(cell, key)
+        except (RuntimeError, ValueError, IndexError, TypeError, torch.cuda.OutOfMemoryError) as error:
+            self._failures.append(f"{cell}: {type(error).__name__}: {first_line(error)}")
+            return None
+        if self._store:
+            self._store.append(record)
+        return record
+
+    def _measure(self, cell: Cell, key: str) -> CellRecord:
+        made = self._plan(cell.precision)
+        settings = self._settings
+        if cell.level == RESULTS:
+            return cell_record(key, cell, made, _shown(made), None, None, self._results(cell, made), settings.seed)
+        with level_for(self._subject, cell, settings, self._patches) as level:
+            variants = level.variants(made)
+            samples = interleave(
+                {variant.name: level.entry(variant) for variant in variants},
+                stopwatch_for(self._subject.device),
+                made.baseline,
+                Limits(settings.rounds, settings.min_rounds, settings.width, settings.time_budget),
+                seed=settings.seed,
+                advance=self._progress.start(str(cell), settings.rounds * len(variants)),
+            )
+            measured = {variant.name: level.more(variant) for variant in variants}
+        rows = variants if cell.level == "micro" else made.variants
+        return cell_record(
+            key, cell, made, list(rows), samples, _shares(made, samples, settings.seed), measured, settings.seed
         )
-    return samples
+
+    def _results(self, cell: Cell, made: Plan) -> dict[str, dict[str, Any]]:
+        variants = [variant for variant in made.measured if variant.shown]
+        with self._subject.attention(cell.attention):
+            evaluation = Evaluation(self._subject, cell, variants)
+            sentences = len(self._subject.sentences[: self._settings.samples])
+            steps = max(1, -(-sentences // cell.batch_size)) * len(variants)
+            qualities = evaluation.run(self._settings.samples, self._progress.start(str(cell), steps))
+            return {
+                variant.name: {
+                    "quality": dataclasses.asdict(qualities[variant.name]),
+                    "peak_memory": evaluation.peak_memory(variant),
+                }
+                for variant in variants
+            }
 
 
-def _timing(samples: Mapping[str, Samples], variant: Variant, half: str, seed: int) -> dict[str, Timing]:
-    return {
-        workload: Timing(
-            each.median(variant.name),
-            each.ratio(variant.name, half, seed),
-            each.ratio(variant.name, STOCK_FP32, seed),
-        )
-        for workload, each in samples.items()
+def _shown(made: Plan) -> list[Variant]:
+    return [variant for variant in made.variants if variant.shown]
+
+
+def _shares(made: Plan, samples: Samples, seed: int) -> Attribution | None:
+    """The shares, where every set of patches that they need was timed."""
+    if not made.orders:
+        return None
+    names = {coalition: made.of(coalition).name for coalition in coalitions(made.orders)}
+    if any(name not in samples.seconds for name in names.values()):
+        return None
+    seconds: Mapping[frozenset[str], Sequence[float]] = {
+        coalition: samples.seconds[name] for coalition, name in names.items()
     }
+    return attribution(seconds, made.orders, seed)
 
 
 @contextlib.contextmanager
 def _threads(settings: Settings) -> Iterator[None]:
     before = torch.get_num_threads()
     # The embedded model's products are too small to share out: more threads would mostly wait for each other.
-    torch.set_num_threads(settings.threads or (1 if settings.model is None else before))
+    one = settings.model is None and settings.shape is None
+    torch.set_num_threads(settings.threads or (1 if one else before))
     try:
         yield
     finally:

@@ -8,12 +8,15 @@ from typing import Any
 
 import torch
 
-from .bench import Bench
+from .bench import model_of
+from .cells import Cell
 from .quality import OutputTally, Quality, trimmed, with_generation
-from .settings import Settings
 from .subject import Batch, Sentence, Subject, batches
 from .variants import STOCK_FP32, Variant
-from .workloads import IGNORED_LABEL, encoder_inputs, greedy
+from .workloads import IGNORED_LABEL, encoder_inputs, search
+
+# Where there are no sentences: enough random text for a difference to show.
+RANDOM_BATCHES = 2
 
 
 class Evaluation:
@@ -21,32 +24,30 @@ class Evaluation:
 
     Args:
         subject: the models.
-        bench: makes a variant the one that runs.
-        settings: batch size and lengths.
+        cell: batch size and lengths.
         variants: what to evaluate; `"stock fp32"` comes first and is the reference.
     """
 
-    def __init__(self, subject: Subject, bench: Bench, settings: Settings, variants: Sequence[Variant]) -> None:
+    def __init__(self, subject: Subject, cell: Cell, variants: Sequence[Variant]) -> None:
         assert variants[0].name == STOCK_FP32
         self._subject = subject
-        self._bench = bench
-        self._settings = settings
+        self._cell = cell
         self._variants = variants
         self._tallies = {variant.name: OutputTally() for variant in variants}
         self._generated: dict[str, list[list[int]]] = {variant.name: [] for variant in variants}
         self._scored = False
         self._added_memory = {variant.name: 0 for variant in variants}
 
-    def run(self, sentences: Sequence[Sentence], advance: Callable[[], object]) -> dict[str, Quality]:
-        """The results by variant; `advance` is called after each variant of each batch."""
-        self._scored = all(sentence.target is not None for sentence in sentences)
+    def run(self, samples: int | None, advance: Callable[[], object]) -> dict[str, Quality]:
+        """The results by variant, over so many sentences; `advance` is called after each variant of each batch."""
+        sentences = list(self._subject.sentences[:samples])
+        self._scored = bool(sentences) and all(sentence.target is not None for sentence in sentences)
         ordered: list[Sentence] = []
-        for each in batches(sentences, self._settings.batch_size):
-            ordered += each
-            batch = self._subject.batch(each, self._settings.max_source_length, self._settings.max_new_tokens)
+        for batch, group in self._batches(sentences):
+            ordered += group
             reference: torch.Tensor | None = None
             for variant in self._variants:
-                with self._bench.model_of(variant) as model, self._peak_memory(variant):
+                with model_of(self._subject, variant) as model, self._peak_memory(variant):
                     outputs = self._add_outputs(variant, model, batch, reference)
                     self._add_generation(variant, model, batch)
                 reference = outputs if reference is None else reference
@@ -57,26 +58,33 @@ class Evaluation:
         """On CUDA, the bytes of the variant's model and the most that a batch added to them."""
         if self._subject.device.type != "cuda":
             return None
-        with self._bench.model_of(variant) as model:
-            own: int = model.get_memory_footprint()
+        own: int = self._subject.model(variant.precision).get_memory_footprint()
         return own + self._added_memory[variant.name]
+
+    def _batches(self, sentences: Sequence[Sentence]) -> Iterator[tuple[Batch, list[Sentence]]]:
+        cell = self._cell
+        for group in batches(sentences, cell.batch_size):
+            yield self._subject.batch(group, cell.source_length, cell.target_length), group
+        if not sentences:
+            for seed in range(RANDOM_BATCHES):
+                yield self._subject.full_batch(cell.batch_size, cell.source_length, cell.target_length, seed), []
 
     def _add_outputs(self, variant: Variant, model: Any, batch: Batch, reference: torch.Tensor | None) -> torch.Tensor:
         tally = self._tallies[variant.name]
-        if not self._subject.seq2seq:
-            outputs: torch.Tensor = model(**batch).last_hidden_state
-            valid = batch["attention_mask"].bool()
-        else:
-            outputs = model(**batch).logits
+        result = model(**batch)
+        outputs: torch.Tensor = result.logits if hasattr(result, "logits") else result.last_hidden_state
+        if self._subject.seq2seq:
             valid = batch["labels"] != IGNORED_LABEL
             if self._scored:
                 tally.add_loss(outputs, batch["labels"])
+        else:
+            valid = batch["attention_mask"].bool()
         tally.add(outputs, outputs if reference is None else reference, valid)
         return outputs
 
     def _add_generation(self, variant: Variant, model: Any, batch: Batch) -> None:
         if self._subject.seq2seq:
-            tokens = greedy(model, encoder_inputs(batch), max_new_tokens=self._settings.max_new_tokens)
+            tokens = search(model, encoder_inputs(batch), num_beams=1, max_new_tokens=self._cell.target_length)
             self._generated[variant.name] += trimmed(tokens, model.config.eos_token_id, model.config.pad_token_id)
 
     def _quality(self, variant: Variant, sentences: Sequence[Sentence]) -> Quality:
@@ -84,7 +92,7 @@ class Evaluation:
         if not self._subject.seq2seq:
             return quality
         rows = self._generated[variant.name]
-        texts = self._subject.tokenizer.batch_decode(rows, skip_special_tokens=True)
+        texts = self._subject.tokenizer.batch_decode(rows, skip_special_tokens=True) if sentences else []
         return with_generation(quality, rows, self._generated[STOCK_FP32], texts, sentences)
 
     @contextlib.contextmanager

@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from ..errors import T5FastPatchError
-from .extra import require
+from .statistics import Ratio, ratio_of, widest
 
 Prepare = Callable[[], Callable[[], object]]
 Entry = Callable[[], AbstractContextManager[Prepare]]
@@ -24,8 +23,24 @@ Stopwatch = Callable[[Callable[[], object]], float]
 
 SAMPLE_SECONDS = 0.02
 MOST_CALLS = 10
-RESAMPLES = 4000
-CONFIDENCE = 0.95
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """When the rounds end.
+
+    Attributes:
+        rounds: how many at most.
+        min_rounds: how many whatever else is said; below 8 no interval is wide enough to be trusted at 99%.
+        width: no further round is begun once every variant's 95% interval is this narrow, as a fraction of the baseline's
+            time; 0 for never.
+        budget_s: nor after this many seconds, warm-up included.
+    """
+
+    rounds: int = 20
+    min_rounds: int = 8
+    width: float = 0.01
+    budget_s: float = math.inf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,10 +50,12 @@ class Samples:
     Attributes:
         seconds: by variant.
         calls: how many calls each figure is the mean of.
+        stopped: what ended the rounds: `"rounds"`, `"interval"` or `"time"`.
     """
 
     seconds: Mapping[str, Sequence[float]]
     calls: int
+    stopped: str = "rounds"
 
     @property
     def rounds(self) -> int:
@@ -54,58 +71,12 @@ class Samples:
         return ratio_of(self.seconds[variant], self.seconds[baseline], seed)
 
 
-@dataclasses.dataclass(frozen=True)
-class Ratio:
-    """A median of ratios with its 95% confidence interval; below 1 is faster than the baseline."""
-
-    median: float
-    low: float
-    high: float
-
-    @property
-    def measurable(self) -> bool:
-        """Whether the interval leaves 1 out."""
-        return not self.low <= 1.0 <= self.high
-
-    def __str__(self) -> str:
-        if not self.measurable:
-            return "no measurable effect"
-        return f"{self.median:.2f} [{self.low:.2f}, {self.high:.2f}]"
-
-
-def ratio_of(seconds: Sequence[float], baseline: Sequence[float], seed: int = 0) -> Ratio:
-    """The median of the ratios round by round, and its percentile bootstrap interval.
-
-    Args:
-        seconds: one figure per round.
-        baseline: the baseline's figures of the same rounds.
-        seed: of the resampling.
-
-    Raises:
-        T5FastPatchError: scipy is missing, there are fewer than two rounds, or the lengths differ.
-    """
-    if len(seconds) != len(baseline) or len(seconds) < 2:
-        raise T5FastPatchError(f"a ratio takes two rounds or more of both, not {len(seconds)} and {len(baseline)}")
-    numpy, stats = require("numpy"), require("scipy.stats")
-    ratios = [mine / other for mine, other in zip(seconds, baseline, strict=True)]
-    interval = stats.bootstrap(
-        (ratios,),
-        numpy.median,
-        confidence_level=CONFIDENCE,
-        n_resamples=RESAMPLES,
-        method="percentile",
-        random_state=numpy.random.default_rng(seed),
-    ).confidence_interval
-    return Ratio(statistics.median(ratios), float(interval.low), float(interval.high))
-
-
 def interleave(
     variants: Mapping[str, Entry],
     stopwatch: Stopwatch,
+    baseline: str,
+    limits: Limits = Limits(),
     *,
-    rounds: int,
-    min_rounds: int = 5,
-    budget_s: float = math.inf,
     seed: int = 0,
     clock: Callable[[], float] = time.perf_counter,
     advance: Callable[[], object] = lambda: None,
@@ -119,29 +90,34 @@ def interleave(
     Args:
         variants: by name.
         stopwatch: `stopwatch_for(device)`.
-        rounds: how many at most.
-        min_rounds: how many of them whatever the budget says.
-        budget_s: seconds after which no further round is begun, warm-up included.
+        baseline: the variant whose ratios must become narrow.
+        limits: when to stop.
         seed: of the shuffling.
         clock: what the budget is read from, in seconds.
         advance: called after each variant of each round.
     """
-    started = clock()
+    ends = clock() + limits.budget_s
     order = list(variants)
     shuffler = random.Random(seed)
     seconds: dict[str, list[float]] = {name: [] for name in order}
+    stopped = "rounds"
     with _old_objects_set_aside():
         calls = _calls_per_sample(_warm_up(variants, stopwatch))
-        for done in range(rounds):
-            if done >= min_rounds and clock() - started > budget_s:
-                break
+        for done in range(limits.rounds):
+            if done >= limits.min_rounds:
+                if clock() > ends:
+                    stopped = "time"
+                    break
+                if widest(seconds, baseline) <= limits.width:
+                    stopped = "interval"
+                    break
             shuffler.shuffle(order)
             with _no_garbage_collection():
                 for name in order:
                     with variants[name]() as prepare:
                         seconds[name].append(_sample(prepare, stopwatch, calls))
                     advance()
-    return Samples(seconds, calls)
+    return Samples(seconds, calls, stopped)
 
 
 def stopwatch_for(device: Any) -> Stopwatch:

@@ -1,4 +1,4 @@
-"""The calls that are measured: a full forward, one decoder step, a generation."""
+"""The calls that are measured: a block, an encoder, a full forward, one decoder step, a generation."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 from ..errors import T5FastPatchError
+from ..families import role_of
+from ..registry import Role
 
 Batch = Mapping[str, torch.Tensor]
 IGNORED_LABEL = -100
@@ -22,16 +24,18 @@ class Workload:
     """A call to be measured, as often as one likes, always from the same state.
 
     Attributes:
-        name: `"forward"`, `"decoder_step"` or `"generate"`.
+        name: `"forward"`, `"decoder_step"`, `"greedy"` and so on.
         prepare: makes everything ready and gives the call, to be made once. What `prepare` does is not measured.
+        module: the one that is called.
     """
 
     name: str
     prepare: Callable[[], Callable[[], Any]]
+    module: nn.Module
 
 
 def is_seq2seq(model: nn.Module) -> bool:
-    """Whether the model has a decoder to be fed; an encoder alone has the workload `forward` and no other."""
+    """Whether the model has an encoder and a decoder to be fed; any other has the workload `forward` and no more."""
     return "decoder_input_ids" in inspect.signature(model.forward).parameters
 
 
@@ -43,7 +47,7 @@ def forward(model: nn.Module, batch: Batch) -> Workload:
         batch: keyword arguments of `model.forward`, as a rule `input_ids` and `attention_mask` (int64, batch x source
             length) and `labels` (int64, batch x target length, padding -100).
     """
-    return Workload("forward", lambda: lambda: model(**batch))
+    return Workload("forward", lambda: lambda: model(**batch), model)
 
 
 def decoder_step(model: nn.Module, batch: Batch) -> Workload:
@@ -75,33 +79,59 @@ def decoder_step(model: nn.Module, batch: Batch) -> Workload:
         step = {keyword: _copy_of(filled), **context}
         return lambda: model(decoder_input_ids=last, use_cache=True, **step)
 
-    return Workload("decoder_step", prepare)
+    return Workload("decoder_step", prepare, model)
 
 
-def generate(model: nn.Module, batch: Batch, new_tokens: int) -> Workload:
-    """Greedy generation of exactly `new_tokens` tokens per sequence, so that every variant makes as many steps.
+def generate(
+    model: nn.Module, batch: Batch, new_tokens: int, *, num_beams: int = 1, free: bool = False
+) -> Workload:
+    """Generation without sampling.
 
     Args:
-        model: a sequence-to-sequence model of the T5 family.
+        model: a sequence-to-sequence model.
         batch: as for `forward`; `labels` are not used.
-        new_tokens: how many tokens, the end of sentence put off until then.
+        new_tokens: how many tokens, at most if `free`; else the end of sentence is put off until then, so that every
+            variant makes as many steps.
+        num_beams: 1 for greedy search.
+        free: whether a sentence may end by itself.
     """
     inputs = encoder_inputs(batch)
-    length = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens}
-    return Workload("generate", lambda: lambda: greedy(model, inputs, **length))
+    length = {"max_new_tokens": new_tokens} | ({} if free else {"min_new_tokens": new_tokens})
+    name = ("greedy" if num_beams == 1 else "beam") + ("_free" if free else "")
+    return Workload(name, lambda: lambda: search(model, inputs, num_beams=num_beams, **length), model)
 
 
-def greedy(model: Any, inputs: Batch, **length: int) -> torch.Tensor:
-    """Greedy generation: int64, batch x (1 + generated length), the decoder's start token first."""
-    tokens: torch.Tensor = model.generate(**inputs, do_sample=False, num_beams=1, **length)
+def search(model: Any, inputs: Batch, **options: int) -> torch.Tensor:
+    """Generation without sampling: int64, batch x (1 + generated length), the decoder's start token first."""
+    tokens: torch.Tensor = model.generate(**inputs, do_sample=False, **options)
     return tokens
 
 
-def workloads_for(model: nn.Module, batch: Batch, new_tokens: int) -> list[Workload]:
-    """Every workload that makes sense for the model."""
-    if not is_seq2seq(model):
-        return [forward(model, encoder_inputs(batch))]
-    return [forward(model, batch), decoder_step(model, batch), generate(model, batch, new_tokens)]
+def encoder_forward(model: nn.Module, batch: Batch) -> Workload:
+    """One forward of a sequence-to-sequence model's encoder; `batch` as for `forward`."""
+    inputs = encoder_inputs(batch)
+    stack = encoder(model)
+    return Workload("encoder", lambda: lambda: stack(**inputs), stack)
+
+
+def block(model: nn.Module, batch: Batch) -> Workload:
+    """One forward of the encoder's first block, with what the encoder gives it: the embedded text and the masks.
+
+    Raises:
+        T5FastPatchError: the model has no block of a T5 family.
+    """
+    first = next((module for module in model.modules() if role_of(type(module)) is Role.BLOCK), None)
+    if first is None:
+        raise T5FastPatchError(f"a {type(model).__name__} has no block of a T5 family")
+    seen: list[tuple[Any, Any]] = []
+    handle = first.register_forward_pre_hook(lambda _, *arguments: seen.append(arguments), with_kwargs=True)  # type: ignore[arg-type]
+    try:
+        with torch.no_grad():
+            model(**batch)
+    finally:
+        handle.remove()
+    args, kwargs = seen[0]
+    return Workload("block", lambda: lambda: first(*args, **kwargs), first)
 
 
 def encoder(model: Any) -> nn.Module:

@@ -1,0 +1,151 @@
+"""How the variants of a cell are run, level by level."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Protocol
+
+from ..registry import Patch
+from .bench import Bench
+from .cells import Cell
+from .census import census
+from .micro import micro_ops
+from .precision import Precision
+from .profiler import profile_call
+from .settings import Settings
+from .subject import Subject
+from .timing import Entry, Prepare
+from .trainer import EvaluationSettings, TrainerEvaluation, TrainerLevel
+from .variants import ALL, Plan, Variant
+
+LABEL_SMOOTHING = 0.1
+FULL_EVAL = {Precision.FP16: "fp16", Precision.BF16: "bf16"}
+
+
+class Level(Protocol):
+    """The variants of one cell, ready to be timed; as a context it ends with everything as it was."""
+
+    def __enter__(self) -> Level: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def variants(self, plan: Plan) -> list[Variant]:
+        """Those that the cell compares."""
+
+    def entry(self, variant: Variant) -> Entry:
+        """The variant as `timing.interleave` takes it."""
+
+    def more(self, variant: Variant) -> dict[str, Any]:
+        """What else there is to say of a variant, asked for after the timing: fields of its row."""
+
+
+def level_for(subject: Subject, cell: Cell, settings: Settings, patches: Sequence[Patch]) -> Level:
+    """The level of a cell."""
+    if cell.level == "micro":
+        return Micro(subject, cell, patches, settings.seed)
+    if cell.level == "trainer":
+        return Trainer(subject, cell, settings)
+    return Model(subject, cell, settings)
+
+
+class Model(contextlib.ExitStack):
+    """Levels `stack` and `generate`: calls of the model itself."""
+
+    def __init__(self, subject: Subject, cell: Cell, settings: Settings) -> None:
+        super().__init__()
+        self._subject = subject
+        self._cell = cell
+        self._bench = self.enter_context(Bench(subject, cell, settings.num_beams, settings.seed))
+
+    def variants(self, plan: Plan) -> list[Variant]:
+        return plan.measured
+
+    def entry(self, variant: Variant) -> Entry:
+        return self._bench.entry(variant)
+
+    def more(self, variant: Variant) -> dict[str, Any]:
+        # A generation is the same decoder step many times, and a compiled region runs eagerly under a census.
+        if self._cell.level != "stack" or self._cell.compiled or not variant.shown:
+            return {}
+        found: dict[str, Any] = {"census": self._bench.census(variant).to_dict()}
+        if variant.state == "stock" or variant.name == ALL or variant.same_as == ALL:
+            with self.entry(variant)() as prepare:
+                found["categories"] = profile_call(prepare, self._subject.device).by_category()
+        return found
+
+
+class Micro(contextlib.ExitStack):
+    """Level `micro`: one operation alone, in the stock models and as its patch has it."""
+
+    def __init__(self, subject: Subject, cell: Cell, patches: Sequence[Patch], seed: int) -> None:
+        super().__init__()
+        self._subject = subject
+        self._cell = cell
+        self._patches = patches
+        self._seed = seed
+        self.enter_context(subject.attention(cell.attention))
+
+    def variants(self, plan: Plan) -> list[Variant]:
+        mine = (frozenset(), frozenset({self._cell.workload}))
+        return [variant for variant in plan.measured if frozenset(variant.patches) in mine]
+
+    def entry(self, variant: Variant) -> Entry:
+        ops, left_out = micro_ops(self._subject.model(variant.precision), self._patches)
+        op = next(op for op in ops if op.name == self._cell.workload)
+        call = op.after if variant.patches else op.before
+        input = op.make_input(self._cell.batch_size, self._cell.source_length, self._seed)
+
+        @contextlib.contextmanager
+        def entered() -> Iterator[Prepare]:
+            yield lambda: lambda: call(input)
+
+        return entered
+
+    def more(self, variant: Variant) -> dict[str, Any]:
+        with self.entry(variant)() as prepare:
+            return {"census": census(prepare()).to_dict()}
+
+
+class Trainer(contextlib.ExitStack):
+    """Level `trainer`: `Seq2SeqTrainer.evaluate`, in half precision through `fp16_full_eval` or `bf16_full_eval`."""
+
+    def __init__(self, subject: Subject, cell: Cell, settings: Settings) -> None:
+        super().__init__()
+        self._subject = subject
+        self._cell = cell
+        self._samples = settings.samples
+        self._evaluations: dict[str, TrainerEvaluation] = {}
+        self.enter_context(subject.attention(cell.attention))
+
+    def variants(self, plan: Plan) -> list[Variant]:
+        return [variant for variant in plan.measured if variant.shown]
+
+    def entry(self, variant: Variant) -> Entry:
+        settings = EvaluationSettings(
+            self._cell.batch_size,
+            self._cell.source_length,
+            self._cell.target_length,
+            label_smoothing=LABEL_SMOOTHING if self._cell.workload.endswith("_smoothed") else 0.0,
+            full_eval=FULL_EVAL.get(variant.precision),
+        )
+        # What `full_eval` casts is the fp32 model; one loaded in half precision stays as it is.
+        model = self._subject.model(
+            Precision.FP32 if variant.precision in FULL_EVAL else variant.precision
+        )
+        level = TrainerLevel(
+            lambda: copy.deepcopy(model),
+            self._subject.tokenizer,
+            self._subject.sentences[: self._samples],
+            settings,
+            self._subject.device,
+        )
+        return level.entry(variant.patches, lambda found: self._evaluations.__setitem__(variant.name, found))
+
+    def more(self, variant: Variant) -> dict[str, Any]:
+        return {"evaluation": dataclasses.asdict(self._evaluations[variant.name])}
