@@ -76,7 +76,7 @@ class TrainerEvaluation:
 
 @dataclasses.dataclass(frozen=True)
 class TrainerLevel:
-    """Evaluations of one model by the Trainer, with any patches.
+    """Evaluations of one model by the Trainer, with any patches. Like any Trainer's, they seed the global generators.
 
     Attributes:
         load: gives a new copy of the model on each call; the Trainer casts the very model it gets.
