@@ -7,8 +7,6 @@ from typing import Annotated
 
 import typer
 
-from .errors import T5FastPatchError
-
 
 def report(
     result: Annotated[Path, typer.Argument(help="What ablate wrote: JSON, or JSON lines.")],
@@ -25,14 +23,3 @@ def report(
     if html is None and markdown is None and figures is None:
         print(markdown_of(read_result), end="")
     write_report(read_result, html=html, markdown=markdown, figures=figures)
-
-
-def check_can_write(*paths: Path | None) -> None:
-    """Checks that the files' directories are there, before any work is done.
-
-    Raises:
-        T5FastPatchError: one is not.
-    """
-    for path in paths:
-        if path is not None and not path.parent.is_dir():
-            raise T5FastPatchError(f"cannot write {str(path)!r}: there is no directory {str(path.parent)!r}")

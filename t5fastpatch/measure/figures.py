@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import io
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from .about import environment_line, on_cpu
 from .cells import (
+    FIELDS,
     STOCK_FP32,
     describe,
-    field_value,
     grouped,
     is_interval,
     is_number,
@@ -21,36 +18,35 @@ from .cells import (
     patched_row,
     row_of,
     stock_row,
-    text_of,
     varying,
     wording,
+)
+from .drawing import (
+    DEEP,
+    INK,
+    PAPER,
+    WARM,
+    Picture,
+    arm_pair,
+    arms_of,
+    head,
+    leave_room,
+    own_style,
+    panels_of,
+    plain,
+    write_beside,
 )
 from .extra import require
 from .formats import NO_EFFECT, seconds
 from .tables import saved_by_all
 
-WIDTH = 9.0  # inches
-INK, DEEP, WARM = "#222222", "#1f5f8b", "#a8480f"
-STYLE: dict[str, Any] = {
-    "svg.hashsalt": "t5fastpatch",
-    "svg.fonttype": "path",
-    "font.family": ["DejaVu Sans"],
-    "font.size": 9,
-    "text.color": INK,
-    "axes.edgecolor": "#666666",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlesize": 9,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "hatch.linewidth": 0.7,
-}
 STOCK_LINE = {"color": WARM, "linestyle": "--", "marker": "s", "markerfacecolor": "white"}
 PATCHED_LINE = {"color": DEEP, "linestyle": "-", "marker": "o"}
 STOCK_BAR = {"facecolor": "#f3dccb", "hatch": "////", "edgecolor": WARM}
 PATCHED_BAR = {"facecolor": DEEP, "edgecolor": DEEP}
-PAPER = {"facecolor": "white", "edgecolor": "none", "pad": 1}
 WHISKER = {"ecolor": INK, "elinewidth": 1.1, "capsize": 2.5}
+# Seen on a dark bar and beside it.
+GREY_WHISKER = {**WHISKER, "ecolor": "#999999", "fmt": "none"}
 # Of falling darkness and of different hatches, in the order of the categories' time.
 CATEGORY_BARS = (
     ("#1f5f8b", ""),
@@ -63,37 +59,11 @@ CATEGORY_BARS = (
     ("#ffffff", "ooo"),
 )
 
-
-@dataclasses.dataclass(frozen=True)
-class Picture:
-    """A drawn figure.
-
-    Attributes:
-        name: of its files, without the suffix.
-        title: what it is.
-        caption: what is seen, on which device and releases, and how to read it.
-        figure: the `matplotlib.figure.Figure`.
-    """
-
-    name: str
-    title: str
-    caption: str
-    figure: Any
-
-    def svg(self) -> str:
-        """The picture as SVG; text is outlines, so that it looks the same everywhere."""
-        nobody = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        return self._saved("svg", metadata=nobody).decode()
-
-    def png(self) -> bytes:
-        """The picture as PNG, at 150 dots per inch."""
-        return self._saved("png", dpi=150, metadata={"Software": None})
-
-    def _saved(self, form: str, **options: Any) -> bytes:
-        file = io.BytesIO()
-        with _style():
-            self.figure.savefig(file, format=form, **options)
-        return file.getvalue()
+SERIES = {"batch": "batch size", "length": "source/target length"}
+_RATIOS = (
+    "Below the line at 1, half precision is faster than fp32. The bars are 95% intervals; one that holds 1 is no "
+    "measurable effect."
+)
 
 
 def pictures(result: dict[str, Any]) -> list[Picture]:
@@ -103,7 +73,7 @@ def pictures(result: dict[str, Any]) -> list[Picture]:
         T5FastPatchError: matplotlib is missing.
     """
     cells = result["cells"]
-    with _style():
+    with own_style():
         drawn = (contributions(cells), *ratio_lines(cells), ratio_bars(cells), time_split(cells))
         found = [picture for picture in drawn if picture is not None]
     about = [f"Measured on {environment_line(result)}."]
@@ -112,24 +82,17 @@ def pictures(result: dict[str, Any]) -> list[Picture]:
     return [dataclasses.replace(picture, caption=" ".join([picture.caption, *about])) for picture in found]
 
 
-@contextlib.contextmanager
-def _style() -> Iterator[None]:
-    # The default first: the user's own settings must not change the picture.
-    with require("matplotlib.style", "report").context(["default", STYLE]):
-        yield
-
-
 def contributions(cells: Sequence[dict[str, Any]]) -> Picture | None:
     """Bars of the time that each patch saves, a panel per cell."""
     attributed = [cell for cell in cells if cell.get("attribution")]
     if not attributed:
         return None
     bars = max(len(cell["attribution"]["shares"]) for cell in attributed) + 1
-    figure, panels = _panels(len(attributed), columns=3, height=0.7 + 0.27 * bars, sharex=True)
+    figure, panels = panels_of(len(attributed), columns=3, height=0.7 + 0.27 * bars, sharex=True)
     for panel, cell, name in zip(panels, attributed, names(attributed)):
         _draw_shares(panel, cell)
-        _title(panel, name)
-    _leave_room(panels, 0.55)
+        head(panel, name)
+    leave_room(panels, 0.55)
     figure.supxlabel("% of stock's time saved", fontsize=9)
     return Picture(
         "contributions",
@@ -149,13 +112,11 @@ def _draw_shares(panel: Any, cell: dict[str, Any]) -> None:
         low, high = (100 * share[end] if is_number(share.get(end)) else middle for end in ("low", "high"))
         measurable = not low <= 0 <= high
         colour = INK if at == len(shares) - 1 else DEEP
-        face = {"facecolor": colour if measurable else "white", "edgecolor": colour}
-        panel.barh(
-            at, middle, height=0.62, xerr=_arms(middle, low, high), error_kw={**WHISKER, "ecolor": "#999999"}, **face
-        )
+        panel.barh(at, middle, height=0.62, facecolor=colour if measurable else "white", edgecolor=colour)
+        panel.errorbar(middle, at, xerr=arms_of({"median": middle, "low": low, "high": high}), **GREY_WHISKER)
         text = f"{middle:.1f}%" if measurable else NO_EFFECT
-        _write(panel, max(high, 0), at, text, color=INK if measurable else "#555555", fontsize=8)
-    panel.set_yticks(range(len(shares)), [_plain(patch) for patch, _ in shares])
+        write_beside(panel, max(high, 0), at, text, color=INK if measurable else "#555555", fontsize=8)
+    panel.set_yticks(range(len(shares)), [plain(patch) for patch, _ in shares])
     panel.set_ylim(len(shares) - 0.5, -0.5)
     panel.axvline(0, color="#666666", linewidth=0.8)
     panel.axhline(len(shares) - 1.5, color="#bbbbbb", linewidth=0.8, linestyle=":")
@@ -164,30 +125,22 @@ def _draw_shares(panel: Any, cell: dict[str, Any]) -> None:
 
 def ratio_lines(cells: Sequence[dict[str, Any]]) -> list[Picture]:
     """Half precision beside fp32 against batch size, and against length, where a cell has several."""
-    words = {"batch": ("batch size", "the batch size"), "length": ("source/target length", "the length")}
     drawn = []
-    for field, (label, title) in words.items():
-        series = [group for group in grouped(_beside_fp32(cells), [field]) if _distinct(group, field) > 1]
+    for field, label in SERIES.items():
+        series = _series(_beside_fp32(cells), field)
         if not series:
             continue
-        figure, panels = _panels(len(series), columns=3, height=2.1, sharey=True)
-        fixed = varying([group[0] for group in series], [each for each in _FIXED if each != field])
+        figure, panels = panels_of(len(series), columns=3, height=2.1, sharey=True)
+        fixed = varying([group[0] for group in series], [each for each in FIELDS[1:] if each != field])
         for panel, group in zip(panels, series):
             _draw_lines(panel, group, field)
-            _title(panel, describe(group[0], ["workload", *fixed]))
+            head(panel, describe(group[0], ["workload", *fixed]))
             panel.set_xlabel(label)
             panel.margins(y=0.2)
         figure.supylabel("time / stock fp32", fontsize=9)
-        caption = f"Time of stock and of patched half precision as a ratio to stock fp32, against {title}. {_RATIOS}"
-        drawn.append(Picture(f"ratio-{field}", f"Half precision beside fp32, by {title[4:]}", caption, figure))
+        caption = f"Time of stock and of patched half precision as a ratio to stock fp32, against {label}. {_RATIOS}"
+        drawn.append(Picture(f"ratio-{field}", f"Half precision beside fp32, by {label}", caption, figure))
     return drawn
-
-
-_FIXED = ("precision", "attention", "compiled", "batch", "length", "text")
-_RATIOS = (
-    "Below the line at 1, half precision is faster than fp32. The bars are 95% intervals; one that holds 1 is no "
-    "measurable effect."
-)
 
 
 def _draw_lines(panel: Any, group: Sequence[dict[str, Any]], field: str) -> None:
@@ -200,7 +153,7 @@ def _draw_lines(panel: Any, group: Sequence[dict[str, Any]], field: str) -> None
             continue
         x, ratios = zip(*points)
         middle = [ratio["median"] for ratio in ratios]
-        arms = list(zip(*(_arm_pair(**ratio) for ratio in ratios)))
+        arms = list(zip(*(arm_pair(ratio) for ratio in ratios)))
         panel.errorbar(x, middle, yerr=arms, markersize=4.5, linewidth=1.4, elinewidth=1.1, capsize=2.5, **look)
         ends[_name(find(group[-1]))] = (x[-1], middle[-1], look["color"])
     # The upper line's name above its end, the lower one's below: they never meet.
@@ -208,38 +161,31 @@ def _draw_lines(panel: Any, group: Sequence[dict[str, Any]], field: str) -> None
         place = {"xytext": (6, -3), "va": "top"} if lower else {"xytext": (6, 3), "va": "bottom"}
         panel.annotate(name, (x, y), textcoords="offset points", color=colour, fontsize=8, **place)
     ticks = [wording(cell, field).removeprefix(field).strip() for cell in group]
-    panel.set_xticks(range(len(group)), [_plain(tick) for tick in ticks])
+    panel.set_xticks(range(len(group)), [plain(tick) for tick in ticks])
     panel.set_xlim(-0.3, len(group) - 1 + 0.5 * len(group))
 
 
 def ratio_bars(cells: Sequence[dict[str, Any]]) -> Picture | None:
     """Half precision beside fp32 for the cells that are part of no series."""
     timed = _beside_fp32(cells)
-    in_series = [
-        id(cell)
-        for field in ("batch", "length")
-        for group in grouped(timed, [field])
-        if _distinct(group, field) > 1
-        for cell in group
-    ]
-    alone = [cell for cell in timed if id(cell) not in in_series]
+    in_series = [cell for field in SERIES for group in _series(timed, field) for cell in group]
+    alone = [cell for cell in timed if not any(cell is other for other in in_series)]
     if not alone:
         return None
-    figure, (panel,) = _panels(1, columns=1, height=0.7 + 0.62 * len(alone))
+    figure, (panel,) = panels_of(1, columns=1, height=0.7 + 0.62 * len(alone))
     for at, cell in enumerate(alone):
         for shift, look, row in ((-0.19, STOCK_BAR, stock_row(cell)), (0.19, PATCHED_BAR, patched_row(cell))):
             ratio = row.get("to_fp32")
             if is_interval(ratio):
-                arms = _arms(**ratio)
-                panel.barh(at + shift, ratio["median"], height=0.34, xerr=arms, error_kw=WHISKER, **look)
-                _write(panel, ratio["high"], at + shift, f"{_name(row)}  {ratio['median']:.2f}", fontsize=8)
+                panel.barh(at + shift, ratio["median"], height=0.34, xerr=arms_of(ratio), error_kw=WHISKER, **look)
+                write_beside(panel, ratio["high"], at + shift, f"{_name(row)}  {ratio['median']:.2f}", fontsize=8)
     panel.axvline(1, color="#666666", linewidth=0.9)
     panel.text(1, -0.62, "stock fp32 = 1", ha="center", va="bottom", fontsize=8, color="#555555")
-    panel.set_yticks(range(len(alone)), [_plain(name) for name in names(alone)])
+    panel.set_yticks(range(len(alone)), [plain(name) for name in names(alone)])
     panel.set_ylim(len(alone) - 0.5, -0.55)
     panel.tick_params(axis="y", length=0)
     panel.set_xlabel("time / stock fp32")
-    _leave_room([panel], 0.25)
+    leave_room([panel], 0.25)
     return Picture(
         "ratio",
         "Half precision beside fp32",
@@ -251,7 +197,7 @@ def ratio_bars(cells: Sequence[dict[str, Any]]) -> Picture | None:
 
 def time_split(cells: Sequence[dict[str, Any]]) -> Picture | None:
     """Stacked bars of where the time of one call goes, before and after."""
-    split = [cell for cell in cells if any(row.get("categories") for row in cell["rows"])]
+    split = [cell for cell in cells if _split_rows(cell)]
     if not split:
         return None
     totals: dict[str, float] = {}
@@ -261,16 +207,16 @@ def time_split(cells: Sequence[dict[str, Any]]) -> Picture | None:
                 totals[category] = totals.get(category, 0) + (value if is_number(value) else 0)
     categories = sorted(totals, key=lambda category: -totals[category])
     looks = {category: CATEGORY_BARS[at % len(CATEGORY_BARS)] for at, category in enumerate(categories)}
-    figure, panels = _panels(len(split), columns=2, height=1.35)
+    figure, panels = panels_of(len(split), columns=2, height=1.35)
     for panel, cell, name in zip(panels, split, names(split)):
         _draw_split(panel, cell, looks)
-        _title(panel, name)
+        head(panel, name)
     handles = [
         require("matplotlib.patches", "report").Patch(facecolor=colour, hatch=hatch, edgecolor=INK, linewidth=0.6)
         for colour, hatch in looks.values()
     ]
     figure.legend(
-        handles, [_plain(each) for each in looks], loc="outside upper left", ncols=6, frameon=False, fontsize=8
+        handles, [plain(each) for each in looks], loc="outside upper left", ncols=6, frameon=False, fontsize=8
     )
     figure.supxlabel("ms per call", fontsize=9)
     return Picture(
@@ -297,7 +243,7 @@ def _draw_split(panel: Any, cell: dict[str, Any], looks: dict[str, tuple[str, st
                 part = f"{width / total:.0%}"
                 panel.text(left + width / 2, at, part, ha="center", va="center", fontsize=7, bbox=PAPER)
             left += width
-        _write(panel, left, at, seconds(left / 1000), fontsize=8)
+        write_beside(panel, left, at, seconds(left / 1000), fontsize=8)
     panel.set_xlim(0, (longest or 1) * 1.22)
     panel.set_yticks(range(len(rows)), [_name(row) for row in rows])
     panel.set_ylim(len(rows) - 0.5, -0.5)
@@ -313,55 +259,11 @@ def _beside_fp32(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [cell for cell in cells if any(is_interval(row(cell).get("to_fp32")) for row in (stock_row, patched_row))]
 
 
-def _distinct(group: Sequence[dict[str, Any]], field: str) -> int:
-    return len({str(field_value(cell, field)) for cell in group})
+def _series(cells: Sequence[dict[str, Any]], field: str) -> list[list[dict[str, Any]]]:
+    """Groups of cells that differ in this field alone, of several values."""
+    groups = grouped(cells, [field])
+    return [group for group in groups if varying(group, [field])]
 
 
 def _name(row: dict[str, Any]) -> str:
-    return "all patches" if row.get("variant") == "all" else _plain(row.get("variant", ""))
-
-
-def _plain(text: Any) -> str:
-    """A label of bearable length, in which a dollar is a dollar and begins no formula."""
-    line = text_of(text)
-    return (line if len(line) <= 48 else f"{line[:47]}…").replace("$", r"\$")
-
-
-def _arm_pair(median: float, low: float, high: float) -> tuple[float, float]:
-    return max(0.0, median - low), max(0.0, high - median)
-
-
-def _arms(median: float, low: float, high: float) -> list[list[float]]:
-    return [[arm] for arm in _arm_pair(median, low, high)]
-
-
-def _write(panel: Any, x: float, y: float, text: str, **look: Any) -> None:
-    """A label just right of a bar's end."""
-    panel.annotate(text, (x, y), xytext=(5, 0), textcoords="offset points", va="center", bbox=PAPER, **look)
-
-
-def _leave_room(panels: Sequence[Any], part: float) -> None:
-    """Widens the shared horizontal axis for the labels at the ends of the bars."""
-    low, high = panels[0].get_xlim()
-    for panel in panels:
-        panel.set_xlim(low, high + part * (high - low))
-
-
-def _title(panel: Any, name: str) -> None:
-    """The workload in bold, and below it what else tells this panel from the others."""
-    workload, _, rest = name.partition(", ")
-    panel.set_title(_plain(workload) + (f"\n{_plain(rest)}" if rest else ""))
-
-
-def _panels(count: int, columns: int, height: float, **shared: bool) -> tuple[Any, list[Any]]:
-    """A figure with `count` panels, each `height` inches high, and the panels in reading order."""
-    columns = min(columns, count)
-    rows = math.ceil(count / columns)
-    size = (WIDTH, rows * height + 0.5)
-    figure = require("matplotlib.figure", "report").Figure(figsize=size, layout="constrained")
-    grid = list(figure.subplots(rows, columns, squeeze=False, **shared).flat)
-    for unused in grid[count:]:
-        unused.remove()
-    for lowest in grid[count - columns : count]:
-        lowest.tick_params(labelbottom=True)
-    return figure, grid[:count]
+    return "all patches" if row.get("variant") == "all" else plain(row.get("variant", ""))

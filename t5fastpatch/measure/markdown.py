@@ -10,6 +10,7 @@ from typing import Any
 from .about import opening_line, remarks, subject_line
 from .tables import Table, sections, state_table, summary
 
+LIMIT = 64_000  # GitHub takes 65,536 characters
 # An underscore within a word is none of it, nor is a bracket that no link follows.
 _MARKUP = re.compile(r"[\\`*|~]|(?<!\w)_|_(?!\w)|(?<=\])\(")
 
@@ -19,7 +20,15 @@ def markdown(result: dict[str, Any]) -> str:
     blocks = [f"### t5fastpatch ablation: {escaped(subject_line(result))}", escaped(opening_line(result))]
     blocks += [escaped(line) for line in remarks(result)]
     blocks += [table_block(table) for table in (summary(result), state_table(result["cells"])) if table.rows]
-    blocks += [_folded(section.title, section.tables) for section in sections(result, brief=True)]
+    left_out = []
+    for section in sections(result, brief=True):
+        block = _folded(section.title, section.tables)
+        if sum(map(len, blocks)) + len(block) < LIMIT:
+            blocks.append(block)
+        else:
+            left_out.append(section.title)
+    if left_out:
+        blocks.append(f"Left out, as too long for an issue: {', '.join(left_out)}. The page has them.")
     return "\n\n".join(blocks) + "\n"
 
 

@@ -9,8 +9,9 @@ from typing import Any
 
 from .about import opening_line, remarks, subject_line
 from .cells import text_of
+from .drawing import Picture
 from .extra import require
-from .figures import Picture, pictures
+from .figures import pictures
 from .tables import sections, state_table, summary
 
 _REFERENCE = re.compile(r'(\bid="|url\(#|href="#)')

@@ -26,7 +26,7 @@ def read(path: str | Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise T5FastPatchError(f"cannot read {str(path)!r}: {error}") from error
     try:
-        result = json.loads(text)
+        result = json.loads(text, parse_constant=str)
     except json.JSONDecodeError:
         result = _of_lines(text.splitlines(), path)
     result = _checked(result, path)
@@ -57,7 +57,7 @@ def _of_lines(lines: Sequence[str], path: str | Path) -> dict[str, Any]:
 
 def _parsed(line: str) -> Any:
     try:
-        return json.loads(line)
+        return json.loads(line, parse_constant=str)
     except json.JSONDecodeError:
         return None
 
