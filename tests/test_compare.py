@@ -60,8 +60,12 @@ def test_circumstances_that_differ_are_in_one_table(a: dict[str, Any], b: dict[s
 
 def test_counts_are_compared_exactly(a: dict[str, Any], b: dict[str, Any]) -> None:
     row(b, 0, "all")["census"]["casts"] += 1
+    row(b, 0, "all")["census"]["flops"]["float32"] += 1
     where = {"cell": "decoder step, batch 1, length 12/128", "variant": "all"}
-    assert compare(a, b)["counts"] == [{**where, "what": "casts", "a": 5, "b": 6}]
+    assert compare(a, b)["counts"] == [
+        {**where, "what": "casts", "a": 5, "b": 6},
+        {**where, "what": "flops in float32", "a": 100_000_000, "b": 100_000_001},
+    ]
 
 
 def test_a_time_changed_where_the_intervals_do_not_overlap(a: dict[str, Any], b: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from .cells import STOCK_FP32, is_interval, is_number, names, row_of, stock_row, text_of
 from .formats import NOTHING, figure, ratio
-from .tables import COUNTS, EVALUATION, QUALITY, Table
+from .tables import EVALUATION, QUALITY, Table
 
 SCHEMA = "t5fastpatch.comparison/1"
 CHANGED = "changed"
@@ -16,8 +16,8 @@ SAME = "no measurable difference"
 # The least part of a figure that counts as a change of results: less comes with another order of summation.
 FLOOR = 1e-3
 NOISE = (
-    "Noise is what half precision itself does to the figure, |stock half - stock fp32| in the file where that is more, "
-    f"and at least {FLOOR:.1%} of it. Of figures that are not finite any change counts."
+    "Noise is what half precision itself does to a figure: the distance of stock half from stock fp32, in the file "
+    f"where it is longer, and {FLOOR:.1%} of the figure at least. Where one is not finite, any change counts."
 )
 _SPEEDS = ("runtime", "samples_per_second")
 
@@ -185,12 +185,17 @@ def _states(rows: Sequence[_Rows]) -> list[dict[str, Any]]:
 
 
 def _counts(pair: _Rows) -> Iterator[dict[str, Any]]:
-    a, b = pair.a.get("census") or {}, pair.b.get("census") or {}
-    if not (a and b):
-        return
-    for what in (*COUNTS, "bytes_read", "bytes_written"):
-        if a.get(what) != b.get(what):
-            yield {**pair.where, "what": what, "a": a.get(what), "b": b.get(what)}
+    if pair.a.get("census") and pair.b.get("census"):
+        a, b = _flat(pair.a["census"]), _flat(pair.b["census"])
+        for what in {**a, **b}:
+            if a.get(what) != b.get(what):
+                yield {**pair.where, "what": what, "a": a.get(what), "b": b.get(what)}
+
+
+def _flat(census: dict[str, Any]) -> dict[str, Any]:
+    """Every count of a census; what it has by operation or module is the same again, in parts."""
+    flops = {f"flops in {dtype}": count for dtype, count in (census.get("flops") or {}).items()}
+    return {**{what: count for what, count in census.items() if is_number(count)}, **flops}
 
 
 def _times(pair: _Rows) -> Iterator[dict[str, Any]]:

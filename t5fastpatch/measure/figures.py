@@ -154,7 +154,7 @@ def _draw_lines(panel: Any, group: Sequence[dict[str, Any]], field: str) -> None
         x, ratios = zip(*points)
         middle = [ratio["median"] for ratio in ratios]
         arms = list(zip(*(arm_pair(ratio) for ratio in ratios)))
-        panel.errorbar(x, middle, yerr=arms, markersize=4.5, linewidth=1.4, elinewidth=1.1, capsize=2.5, **look)
+        panel.errorbar(x, middle, yerr=arms, markersize=3.5, linewidth=1.4, elinewidth=1.1, capsize=2.5, **look)
         ends[_name(find(group[-1]))] = (x[-1], middle[-1], look["color"])
     # The upper line's name above its end, the lower one's below: they never meet.
     for lower, (name, (x, y, colour)) in enumerate(sorted(ends.items(), key=lambda end: -end[1][1])):

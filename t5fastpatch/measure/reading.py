@@ -23,8 +23,10 @@ def read(path: str | Path) -> dict[str, Any]:
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise T5FastPatchError(f"cannot read {str(path)!r}: {error}") from error
+    except OSError as error:
+        raise T5FastPatchError(f"cannot read {str(path)!r}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise T5FastPatchError(f"cannot read {str(path)!r}: it is no text; give a file that ablate wrote") from error
     try:
         result = json.loads(text, parse_constant=str)
     except json.JSONDecodeError:

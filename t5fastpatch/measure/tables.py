@@ -90,12 +90,13 @@ def sections(result: dict[str, Any], brief: bool = False) -> list[Section]:
     """
     cells = result["cells"]
     parts = {
-        "What one call does": count_tables(cells) + ([] if brief else traffic_tables(cells)),
+        "What one call does": count_tables(cells),
         "Time": time_tables(cells, "to_half") + ([] if brief else time_tables(cells, "to_fp32")),
         "Attribution": attribution_tables(cells),
         "Results": quality_tables(cells) + ([] if brief else task_tables(cells)),
         "Seq2SeqTrainer.evaluate": evaluation_tables(cells),
         "Memory": memory_tables(cells) + peak_tables(cells),
+        "Bytes and FLOPs": [] if brief else traffic_tables(cells),
         "Environment": [pairs_table("Environment", result["environment"])],
         "Settings": [] if brief else [pairs_table("Settings", result["settings"])],
     }
