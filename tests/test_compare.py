@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import sample_results as samples
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from t5fastpatch import T5FastPatchError
@@ -151,6 +151,7 @@ def test_a_state_that_differs_is_told_once(a: dict[str, Any], b: dict[str, Any])
     assert found["counts"] == []
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.permutations(range(5)), st.floats(0.5, 1.5), st.floats(0, 0.3))
 def test_a_comparison_the_other_way_round_finds_the_same(order: list[int], middle: float, width: float) -> None:
     a, b = samples.small(), samples.small()

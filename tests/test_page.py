@@ -144,7 +144,7 @@ def test_the_shares_are_drawn_with_their_figures() -> None:
     assert hollow == [False, True, False]
     found = drawn_texts(panel)
     assert f"{100 * shares['skip_inf_check']['share']:.1f}%" in found
-    assert "no measurable effect" in found
+    assert "no measurable\neffect" in found
     assert {"skip_inf_check", "layer_norm", "all of them", "forward"} <= set(found)
 
 

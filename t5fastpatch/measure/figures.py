@@ -43,11 +43,10 @@ from .tables import saved_by_all
 STOCK_LINE = {"color": WARM, "linestyle": "--", "marker": "s", "markerfacecolor": "white"}
 PATCHED_LINE = {"color": DEEP, "linestyle": "-", "marker": "o"}
 STOCK_BAR = {"facecolor": "#f3dccb", "hatch": "////", "edgecolor": WARM}
-PATCHED_BAR = {"facecolor": DEEP, "edgecolor": DEEP}
+PATCHED_BAR = {"facecolor": "#6fa3c8", "edgecolor": DEEP}
+TOTAL_BAR = {"facecolor": "#a3a3a3", "edgecolor": INK}
 WHISKER = {"ecolor": INK, "elinewidth": 1.1, "capsize": 2.5}
-# Seen on a dark bar and beside it.
-GREY_WHISKER = {**WHISKER, "ecolor": "#999999", "fmt": "none"}
-# Of falling darkness and of different hatches, in the order of the categories' time.
+# Neighbours differ in darkness and in hatch; in the order of the categories' time.
 CATEGORY_BARS = (
     ("#1f5f8b", ""),
     ("#f3dccb", "////"),
@@ -111,11 +110,12 @@ def _draw_shares(panel: Any, cell: dict[str, Any]) -> None:
         middle = 100 * share["share"]
         low, high = (100 * share[end] if is_number(share.get(end)) else middle for end in ("low", "high"))
         measurable = not low <= 0 <= high
-        colour = INK if at == len(shares) - 1 else DEEP
-        panel.barh(at, middle, height=0.62, facecolor=colour if measurable else "white", edgecolor=colour)
-        panel.errorbar(middle, at, xerr=arms_of({"median": middle, "low": low, "high": high}), **GREY_WHISKER)
-        text = f"{middle:.1f}%" if measurable else NO_EFFECT
-        write_beside(panel, max(high, 0), at, text, color=INK if measurable else "#555555", fontsize=8)
+        look = TOTAL_BAR if at == len(shares) - 1 else PATCHED_BAR
+        look = look if measurable else {**look, "facecolor": "white"}
+        arms = arms_of({"median": middle, "low": low, "high": high})
+        panel.barh(at, middle, height=0.62, xerr=arms, error_kw=WHISKER, **look)
+        text, size = (f"{middle:.1f}%", 8) if measurable else (NO_EFFECT.replace("ble ", "ble\n"), 6.5)
+        write_beside(panel, max(high, 0), at, text, fontsize=size, linespacing=0.95)
     panel.set_yticks(range(len(shares)), [plain(patch) for patch, _ in shares])
     panel.set_ylim(len(shares) - 0.5, -0.5)
     panel.axvline(0, color="#666666", linewidth=0.8)

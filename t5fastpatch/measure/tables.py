@@ -111,11 +111,8 @@ def summary(result: dict[str, Any]) -> Table:
     for cell, name in zip(cells, names(cells)):
         stock, patched, fp32 = stock_row(cell), patched_row(cell), row_of(cell, STOCK_FP32)
         times = (stock.get("to_fp32"), patched.get("to_fp32"), patched.get("to_half"))
-        counts = [
-            " → ".join(figure((row.get("census") or {}).get(what), "{:d}") for row in (fp32, stock, patched))
-            for what in ("ops", "casts")
-        ]
-        rows.append([name, *map(ratio, times), *(NOTHING if NOTHING in count else count for count in counts)])
+        counts = [_arrows(what, fp32, stock, patched) for what in ("ops", "casts")]
+        rows.append([name, *map(ratio, times), *counts])
     columns = ["", "stock half / fp32", "patched / fp32", "patched / stock half"]
     return Table(
         "In short",
@@ -124,6 +121,11 @@ def summary(result: dict[str, Any]) -> Table:
         note="Ratios of time with 95% intervals: below 1 is faster. Patched is the row with the most patches. "
         "Ops and casts of one call: stock fp32 → stock half → patched.",
     )
+
+
+def _arrows(what: str, *rows: dict[str, Any]) -> str:
+    counts = [(row.get("census") or {}).get(what) for row in rows]
+    return NOTHING if None in counts else " → ".join(map(str, counts))
 
 
 def state_table(cells: Sequence[dict[str, Any]]) -> Table:

@@ -16,7 +16,7 @@ from .page import page
 
 def write_report(
     result: dict[str, Any], *, html: Path | None = None, markdown: Path | None = None, figures: Path | None = None
-) -> list[Path]:
+) -> None:
     """Writes the reports asked for.
 
     Args:
@@ -24,9 +24,6 @@ def write_report(
         html: a file for the page.
         markdown: a file for the Markdown.
         figures: a directory, made if it is not there, for the pictures as PNG and SVG.
-
-    Returns:
-        The files written.
 
     Raises:
         T5FastPatchError: a file cannot be written, or matplotlib or jinja2 is missing.
@@ -43,7 +40,6 @@ def write_report(
             contents[figures / f"{picture.name}.png"] = picture.png()
         _make(figures)
     write(contents)
-    return list(contents)
 
 
 def write(contents: Mapping[Path, bytes]) -> None:
