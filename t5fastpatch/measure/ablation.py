@@ -19,12 +19,12 @@ from .cells import RESULTS, Cell, grid, key_of
 from .environment import environment, fixed_environment
 from .estimate import Estimate, in_words
 from .evaluation import Evaluation
-from .extra import require
+from ..extra import require
 from .levels import level_for
 from .micro import micro_ops
 from .precision import Precision
 from .record import cell_record
-from .schema import SCHEMA, CellRecord, Result
+from ..reports.schema import SCHEMA, CellRecord, Result
 from .settings import Settings
 from .store import Store
 from .subject import Subject, load, with_random_weights

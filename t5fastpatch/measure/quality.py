@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from .extra import require
+from ..extra import require
 from .subject import Sentence
 from .workloads import IGNORED_LABEL
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from .attribution import Attribution, Share
 from .cells import Cell
-from .schema import AttributionRecord, CellRecord, RatioRecord, RowRecord
+from ..reports.schema import AttributionRecord, CellRecord, RatioRecord, RowRecord
 from .statistics import Ratio
 from .timing import Samples
 from .variants import STOCK_FP32, Plan, Variant

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from ..errors import T5FastPatchError
 from .record import to_json
-from .schema import SCHEMA, CellRecord
+from ..reports.schema import SCHEMA, CellRecord
 
 
 class Store:

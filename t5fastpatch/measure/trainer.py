@@ -17,7 +17,7 @@ import transformers
 
 from ..engine import apply
 from ..errors import T5FastPatchError
-from .extra import require
+from ..extra import require
 from .memory import Memory, bracket
 from .quality import bleu, trimmed
 from .subject import Sentence

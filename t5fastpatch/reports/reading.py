@@ -1,0 +1,110 @@
+"""An ablation's result read back from its file, JSON or JSON lines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import T5FastPatchError
+
+SCHEMA = "t5fastpatch.ablation/2"
+
+
+def read(path: str | Path) -> dict[str, Any]:
+    """The result in a file, as docs/results-format.md describes it.
+
+    Of JSON lines the last header counts, and of cells with one key the last. What the reader had to decide, such as
+    leaving out a line that was cut off, is in `"notes"`, a sentence each.
+
+    Raises:
+        T5FastPatchError: the file cannot be read, is neither form, or is of another schema.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise T5FastPatchError(f"cannot read {str(path)!r}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise T5FastPatchError(f"cannot read {str(path)!r}: it is no text; give a file that ablate wrote") from error
+    try:
+        result = json.loads(text, parse_constant=str)
+    except json.JSONDecodeError:
+        result = _of_lines(text.splitlines(), path)
+    result = _checked(result, path)
+    return {**result, "notes": list(result.get("notes") or [])}
+
+
+def _of_lines(lines: Sequence[str], path: str | Path) -> dict[str, Any]:
+    parsed = [_parsed(line) for line in lines]
+    headers = [line for line in parsed if _is_header(line)]
+    if not headers or not _is_header(parsed[0]):
+        raise T5FastPatchError(
+            f"{str(path)!r} is neither JSON nor JSON lines: give a file that t5fastpatch ablate wrote"
+        )
+    notes = _differences(headers)
+    cells: dict[str, Any] = {}
+    for number, line in enumerate(parsed, start=1):
+        if line is None and lines[number - 1].strip():
+            # Only where a run ended can a line be cut off.
+            if number < len(parsed) and not _is_header(parsed[number]):
+                raise T5FastPatchError(
+                    f"line {number} of {str(path)!r} is not JSON: take it out, or run the ablation again"
+                )
+            notes.append(f"Line {number} of the file was cut off, and is left out.")
+        elif line is not None and not _is_header(line):
+            cells[str(_get(line, "key") or number)] = line
+    return {**headers[-1], "cells": list(cells.values()), "notes": notes}
+
+
+def _parsed(line: str) -> Any:
+    try:
+        return json.loads(line, parse_constant=str)
+    except json.JSONDecodeError:
+        return None
+
+
+def _is_header(line: Any) -> bool:
+    return _get(line, "schema") is not None
+
+
+def _get(value: Any, key: str) -> Any:
+    return value.get(key) if isinstance(value, dict) else None
+
+
+def _differences(headers: Sequence[dict[str, Any]]) -> list[str]:
+    """A sentence where a run was resumed under other circumstances."""
+    last = headers[-1]
+    changed = {
+        f"{part}'s {name}"
+        for header in headers[:-1]
+        for part in ("subject", "settings", "environment")
+        for name in {**(header.get(part) or {}), **(last.get(part) or {})}
+        if name != "load" and _get(header.get(part), name) != _get(last.get(part), name)
+    }
+    if not changed:
+        return []
+    return [f"The run was resumed with a change of the {', '.join(sorted(changed))}; the last values are shown."]
+
+
+def _checked(result: Any, path: str | Path) -> dict[str, Any]:
+    schema = _get(result, "schema")
+    if schema != SCHEMA:
+        said = f"its schema is {schema!r}" if schema else "it names no schema"
+        raise T5FastPatchError(
+            f"{str(path)!r} is not a result in {SCHEMA} ({said}): run t5fastpatch ablate of this version again"
+        )
+    cells = result.setdefault("cells", [])
+    for part in ("subject", "settings", "environment"):
+        if not isinstance(result.setdefault(part, {}), dict):
+            raise T5FastPatchError(f"{str(path)!r} is damaged: its {part} is no object; run the ablation again")
+    if not isinstance(cells, list) or not all(map(_is_cell, cells)):
+        raise T5FastPatchError(
+            f"{str(path)!r} is damaged: a cell lacks its description or rows; run the ablation again"
+        )
+    return dict(result)
+
+
+def _is_cell(cell: Any) -> bool:
+    rows = _get(cell, "rows")
+    return isinstance(_get(cell, "cell"), dict) and isinstance(rows, list) and all(_get(row, "variant") for row in rows)
