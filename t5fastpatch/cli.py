@@ -12,6 +12,8 @@ from rich.text import Text
 
 from . import __version__
 from .cli_ablate import ablate
+from .cli_compare import compare
+from .cli_report import report
 from .errors import NotFoundError, T5FastPatchError
 from .families import FAMILIES
 
@@ -88,7 +90,8 @@ class _Program(Exception):
     """Ends the command line: what `run` is to start runs outside of it, where nothing handles the program's errors."""
 
 
-app.command()(ablate)
+for command in (ablate, report, compare):
+    app.command()(command)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -7,111 +7,202 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from .errors import T5FastPatchError
-from .measure.settings import Settings
+from .measure.settings import PRESETS, Settings, preset
+
+if TYPE_CHECKING:
+    from .measure.ablation import Progress
 
 WIDTH = 110
+LISTS = ("precisions", "attentions", "workloads", "patches")
 
 
 def ablate(
+    preset: Annotated[str, typer.Option(help=f"What the defaults below are: {', '.join(PRESETS)}.")] = "quick",
     model: Annotated[
         str | None, typer.Option(help="A model's directory, or its name on the hub; the embedded model without it.")
     ] = None,
-    dtype: Annotated[
-        str, typer.Option(help="Which half precision: float16 (fp16, half) or bfloat16 (bf16).")
-    ] = Settings.dtype,
+    shape: Annotated[
+        str | None, typer.Option(help="Instead of a model, the shape of one with random weights: t5-small, bert, ...")
+    ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = Settings.device,
-    batch_size: Annotated[int, typer.Option(min=1, help="Sentences per batch.")] = Settings.batch_size,
-    max_source_length: Annotated[int, typer.Option(min=1, help="Longest source, in tokens.")] = (
-        Settings.max_source_length
-    ),
-    max_new_tokens: Annotated[
-        int, typer.Option(min=2, help="Longest generation and reference, in tokens; timed generations are as long.")
-    ] = Settings.max_new_tokens,
-    patches: Annotated[str | None, typer.Option(help="Names, with commas; every patch without it.")] = None,
-    json: Annotated[Path | None, typer.Option(help="A file to write everything to, as JSON.")] = None,
-    rounds: Annotated[int, typer.Option(min=2, help="Rounds of timing per workload, at most.")] = Settings.rounds,
-    time_budget: Annotated[float, typer.Option(min=0, help="Seconds for the timing, as a rule.")] = (
-        Settings.time_budget
-    ),
+    precisions: Annotated[
+        str | None,
+        typer.Option("--dtype", help="In which the patches are tried: fp16, bf16, fp16_from_pretrained, fp32, tf32."),
+    ] = None,
+    attentions: Annotated[str | None, typer.Option("--attention", help="eager, sdpa, default.")] = None,
+    compiled: Annotated[str | None, typer.Option("--compile", help="off, on: torch.compile.")] = None,
+    workloads: Annotated[
+        str | None, typer.Option(help="micro, block, encoder, decoder_step, forward, greedy, beam, evaluate, ...")
+    ] = None,
+    batch_sizes: Annotated[str | None, typer.Option("--batch-size", help="Sentences per batch: 1,8,64.")] = None,
+    lengths: Annotated[str | None, typer.Option(help="Of source and target, in tokens: 128/64,512/512.")] = None,
+    text: Annotated[
+        str | None, typer.Option(help="sentences: as they come, padded; full: each exactly that long.")
+    ] = None,
+    num_beams: Annotated[int | None, typer.Option(min=2, help="Of the workloads with beams.")] = None,
+    patches: Annotated[str | None, typer.Option(help="Names; every patch without it.")] = None,
+    shapley: Annotated[
+        bool | None, typer.Option(help="Time every set of patches that fair shares need (free up to three patches).")
+    ] = None,
     samples: Annotated[
         int | None, typer.Option(min=1, help="Held-out sentences to take results over; all without it.")
     ] = None,
+    rounds: Annotated[int | None, typer.Option(min=2, help="Rounds of timing per cell, at most.")] = None,
+    min_rounds: Annotated[int | None, typer.Option(min=2, help="And at least.")] = None,
+    width: Annotated[float | None, typer.Option(min=0, help="Of the 95% intervals, at which a cell is done.")] = None,
+    time_budget: Annotated[float | None, typer.Option(min=0, help="Seconds for the timing of a cell.")] = None,
     threads: Annotated[
         int | None, typer.Option(min=1, help="Of PyTorch on the CPU; one for the embedded model without it.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of all shuffling and resampling.")] = Settings.seed,
+    seed: Annotated[int | None, typer.Option(help="Of all shuffling and resampling.")] = None,
+    json: Annotated[Path | None, typer.Option(help="A file for everything, as JSON.")] = None,
+    jsonl: Annotated[
+        Path | None, typer.Option(help="A file for each cell as it is finished; the same command goes on from there.")
+    ] = None,
+    html: Annotated[Path | None, typer.Option(help="A file for one self-contained page with pictures.")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="A file for Markdown to paste into an issue.")] = None,
+    figures: Annotated[Path | None, typer.Option(help="A directory for the pictures, as PNG and SVG.")] = None,
 ) -> None:
-    """Measure what each patch buys and what it changes, each alone and together, beside the stock model."""
-    if json is not None and not json.parent.is_dir():
-        raise T5FastPatchError(f"cannot write {str(json)!r}: there is no directory {str(json.parent)!r}")
-    settings = Settings(
-        model=model,
-        dtype=dtype,
-        device=device,
-        batch_size=batch_size,
-        max_source_length=max_source_length,
-        max_new_tokens=max_new_tokens,
-        patches=None if patches is None else tuple(name.strip() for name in patches.split(",") if name.strip()),
-        samples=samples,
-        rounds=rounds,
-        time_budget=time_budget,
-        threads=threads,
-        seed=seed,
-    )
-    if not _run(settings, json):
+    """Measure what each patch buys and what it changes, each alone and together, beside the stock model.
+
+    Options that name several things take them with commas; every combination is measured.
+    """
+    options = {name: value for name, value in locals().items() if name in Settings.__dataclass_fields__}
+    settings = _settings(options)
+    _check_paths(json, jsonl, html, markdown, figures)
+    result = _run(settings, jsonl)
+    _write(result, json, html, markdown, figures)
+    if result["failures"]:
+        for failure in result["failures"]:
+            print(f"not measured: {failure}", file=sys.stderr)
         raise typer.Exit(1)
 
 
-def _run(settings: Settings, json: Path | None) -> bool:
-    """Runs, prints and writes; gives whether everything that should have been measured was."""
+def _settings(options: dict[str, Any]) -> Settings:
+    """The preset's settings, with the options that were given.
+
+    Raises:
+        T5FastPatchError: an option's text is not of its form.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    for name in LISTS:
+        if name in given:
+            given[name] = tuple(_listed(given[name]))
+    if "batch_sizes" in given:
+        given["batch_sizes"] = tuple(_number(each, "--batch-size 1,8,64") for each in _listed(given["batch_sizes"]))
+    if "lengths" in given:
+        given["lengths"] = tuple(_lengths(each) for each in _listed(given["lengths"]))
+    if "compiled" in given:
+        given["compiled"] = tuple(_switch(each) for each in _listed(given["compiled"]))
+    if given.get("text", "full") not in ("full", "sentences"):
+        raise T5FastPatchError(f"--text is sentences or full, not {given['text']!r}")
+    return preset(given.pop("preset"), **given)
+
+
+def _listed(text: str) -> list[str]:
+    return [each.strip() for each in text.split(",") if each.strip()]
+
+
+def _number(text: str, form: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise T5FastPatchError(f"{text!r} is no number of one or more: write {form}")
+    return int(text)
+
+
+def _lengths(text: str) -> tuple[int, int]:
+    form = "--lengths 128/64,512/512"
+    source, slash, target = text.partition("/")
+    lengths = _number(source, form), _number(target if slash else source, form)
+    if lengths[1] < 2:
+        raise T5FastPatchError("a target has two tokens or more, the first to fill the cache of a decoder step")
+    return lengths
+
+
+def _switch(text: str) -> bool:
+    if text not in ("on", "off"):
+        raise T5FastPatchError(f"--compile is on, off or both with a comma, not {text!r}")
+    return text == "on"
+
+
+def _check_paths(*paths: Path | None) -> None:
+    """Says before the work what could not be written after it."""
+    for path in filter(None, paths):
+        if not path.parent.is_dir():
+            raise T5FastPatchError(f"cannot write {str(path)!r}: there is no directory {str(path.parent)!r}")
+
+
+def _run(settings: Settings, jsonl: Path | None) -> dict[str, Any]:
+    """Runs, and prints the tables."""
     # Imported here, so that the command's help needs no torch.
     import transformers
     from rich.console import Console
 
     from .measure.ablation import run
-    from .measure.report import print_report, to_json
+    from .measure.record import finite
+    from .measure.store import Store
+    from .reports.reading import shown
+    from .reports.terminal import print_result
 
     transformers.utils.logging.set_verbosity_error()
     # Where the hub cannot be reached it would announce each try.
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     with contextlib.suppress(AttributeError):
         transformers.utils.logging.disable_progress_bar()
-    with _progress() as start:
-        ablation = run(settings, start)
+    store = None if jsonl is None else Store(jsonl)
+    try:
+        with _progress() as progress:
+            result: dict[str, Any] = finite(run(settings, progress, store))
+    except KeyboardInterrupt:
+        kept = f": the same command goes on from {str(jsonl)!r}" if jsonl else ", and nothing kept: see --jsonl"
+        raise T5FastPatchError(f"stopped{kept}") from None
     console = Console()
-    print_report(ablation, console if console.is_terminal else Console(width=WIDTH))
+    print_result(shown(result), console if console.is_terminal else Console(width=WIDTH))
+    return result
+
+
+def _write(
+    result: dict[str, Any], json: Path | None, html: Path | None, markdown: Path | None, figures: Path | None
+) -> None:
+    from .reports.reading import shown
+    from .reports.writing import to_json, write, write_report
+
     if json is not None:
-        json.write_text(to_json(ablation), encoding="utf-8")
-    for failure in ablation.failures:
-        print(f"not measured: {failure}", file=sys.stderr)
-    return not ablation.failures
+        write({json: to_json(result).encode()})
+    write_report(shown(result), html=html, markdown=markdown, figures=figures)
 
 
 @contextlib.contextmanager
-def _progress() -> Iterator[Callable[[str, int], Callable[[], None]]]:
+def _progress() -> Iterator[Progress]:
     """A progress bar on stderr, or a line for each part of the work where stderr is no terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+    from .measure.ablation import Progress as Told
+
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    progress = Progress(*columns, console=console, transient=True)
+    bars = Progress(*columns, console=console, transient=True)
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr)
 
     def start(description: str, steps: int) -> Callable[[], None]:
         if not console.is_terminal:
-            print(f"{description}: {steps} steps at most", file=sys.stderr)
+            say(f"{description}: {steps} steps at most")
             return lambda: None
-        progress.start()
-        task = progress.add_task(description, total=steps)
-        return lambda: progress.advance(task)
+        bars.start()
+        for task in bars.task_ids:
+            bars.remove_task(task)
+        task = bars.add_task(description, total=steps)
+        return lambda: bars.advance(task)
 
     try:
-        yield start
+        yield Told(say, start)
     finally:
         if console.is_terminal:
-            progress.stop()
+            bars.stop()

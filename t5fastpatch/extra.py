@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-from ..errors import T5FastPatchError
+from .errors import T5FastPatchError
 
 
 def require(module: str, extra: str = "ablate") -> ModuleType:

@@ -13,13 +13,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 import torch
 import transformers
+from t5fastpatch.measure.report import to_dict, to_json
 from tiny import save_model, save_tokenizer
 
 from t5fastpatch import T5FastPatchError, list_patches, patched, status
 from t5fastpatch.cli import main
 from t5fastpatch.measure.ablation import run
 from t5fastpatch.measure.quality import OutputTally, agreement, trimmed
-from t5fastpatch.measure.report import to_dict, to_json
 from t5fastpatch.measure.settings import Settings
 from t5fastpatch.measure.subject import load
 from t5fastpatch.measure.variants import plan

@@ -67,7 +67,7 @@ def test_the_environment_and_what_cpu_times_do_not_say_come_first() -> None:
     opening = markdown(samples.rich()).split("<details>")[0]
     assert "3,871,232 parameters, on A processor (cpu), t5fastpatch 0.1.0, transformers 5.12.1" in opening
     assert "Times on a CPU say nothing of a GPU's fp16" in opening
-    assert "An interval that holds 1 is no measurable effect" in opening
+    assert "An effect is claimed where the 99% interval leaves 1 out" in opening
     assert "Not measured: bias_hoist: upstream's source" in opening
     assert "this release keeps wo in half precision" in opening
 

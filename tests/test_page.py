@@ -26,8 +26,8 @@ from t5fastpatch import T5FastPatchError
 pytest.importorskip("matplotlib", reason="pictures need the extra `report`")
 pytest.importorskip("jinja2", reason="the page needs the extra `report`")
 
-from t5fastpatch.cli_report import report
 from t5fastpatch import extra
+from t5fastpatch.cli_report import report
 from t5fastpatch.reports.drawing import Picture
 from t5fastpatch.reports.figures import pictures
 from t5fastpatch.reports.page import page

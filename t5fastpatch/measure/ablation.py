@@ -11,20 +11,20 @@ import torch
 
 from ..engine import status
 from ..errors import NotT5Error, T5FastPatchError
+from ..extra import require
 from ..loading import first_line
-from ..registry import Patch, list_patches, select
+from ..registry import list_patches, select
 from ..report import Report
+from ..reports.schema import SCHEMA, CellRecord, Result
 from .attribution import Attribution, attribution, coalitions
 from .cells import RESULTS, Cell, grid, key_of
 from .environment import environment, fixed_environment
 from .estimate import Estimate, in_words
 from .evaluation import Evaluation
-from ..extra import require
 from .levels import level_for
 from .micro import micro_ops
 from .precision import Precision
 from .record import cell_record
-from ..reports.schema import SCHEMA, CellRecord, Result
 from .settings import Settings
 from .store import Store
 from .subject import Subject, load, with_random_weights

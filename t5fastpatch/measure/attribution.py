@@ -1,8 +1,8 @@
 """Fair shares: what each of several overlapping patches contributes to what all of them save together.
 
-A set of patches is worth the fraction of the baseline's time that it saves. A patch's share is its Shapley value in that
-game, the mean of what it adds to those put on before it, over all orders (Shapley, "A Value for n-Person Games", 1953).
-The shares add up to what all save together.
+A set of patches is worth the fraction of the baseline's time that it saves. A patch's share is its Shapley value in
+that game, the mean of what it adds to those put on before it, over all orders (Shapley, "A Value for n-Person Games",
+1953). The shares add up to what all save together.
 """
 
 from __future__ import annotations
@@ -85,9 +85,7 @@ def shapley(value: Mapping[Coalition, Any], orders: Sequence[Order]) -> dict[str
         value: of each coalition in `coalitions(orders)`: numbers, or arrays of one shape.
         orders: of the players, one or more.
     """
-    return {
-        player: sum(_added(value, order, player) for order in orders) / len(orders) for player in sorted(orders[0])
-    }
+    return {player: sum(_added(value, order, player) for order in orders) / len(orders) for player in sorted(orders[0])}
 
 
 def attribution(seconds: Mapping[Coalition, Sequence[float]], orders: Sequence[Order], seed: int = 0) -> Attribution:
@@ -135,4 +133,5 @@ def _error(value: Mapping[Coalition, float], orders: Sequence[Order], patch: str
     """Standard error over the pairs of an order and its reverse, which are not independent of each other."""
     pairs = zip(orders[::2], orders[1::2], strict=True)
     means = [(_added(value, one, patch) + _added(value, other, patch)) / 2 for one, other in pairs]
-    return statistics.stdev(means) / math.sqrt(len(means))
+    error: float = statistics.stdev(means) / math.sqrt(len(means))
+    return error

@@ -32,8 +32,10 @@ class Cost:
 
 
 class Estimate:
-    """Tries a forward and a decoder step of two small shapes in each precision, and draws a line through them. What grows
-    with the square of a length is left out, so it is low for very long inputs."""
+    """Tries a forward and a decoder step of two small shapes in each precision, and draws a line through them.
+
+    What grows with the square of a length is left out, so it is low for very long inputs.
+    """
 
     def __init__(self, subject: Subject) -> None:
         self._subject = subject

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from types import TracebackType
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from ..registry import Patch
 from .bench import Bench
@@ -26,21 +26,18 @@ LABEL_SMOOTHING = 0.1
 FULL_EVAL = {Precision.FP16: "fp16", Precision.BF16: "bf16"}
 
 
-class Level(Protocol):
+class Level(contextlib.ExitStack, abc.ABC):
     """The variants of one cell, ready to be timed; as a context it ends with everything as it was."""
 
-    def __enter__(self) -> Level: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
+    @abc.abstractmethod
     def variants(self, plan: Plan) -> list[Variant]:
         """Those that the cell compares."""
 
+    @abc.abstractmethod
     def entry(self, variant: Variant) -> Entry:
         """The variant as `timing.interleave` takes it."""
 
+    @abc.abstractmethod
     def more(self, variant: Variant) -> dict[str, Any]:
         """What else there is to say of a variant, asked for after the timing: fields of its row."""
 
@@ -54,7 +51,7 @@ def level_for(subject: Subject, cell: Cell, settings: Settings, patches: Sequenc
     return Model(subject, cell, settings)
 
 
-class Model(contextlib.ExitStack):
+class Model(Level):
     """Levels `stack` and `generate`: calls of the model itself."""
 
     def __init__(self, subject: Subject, cell: Cell, settings: Settings) -> None:
@@ -74,13 +71,13 @@ class Model(contextlib.ExitStack):
         if self._cell.level != "stack" or self._cell.compiled or not variant.shown:
             return {}
         found: dict[str, Any] = {"census": self._bench.census(variant).to_dict()}
-        if variant.state == "stock" or variant.name == ALL or variant.same_as == ALL:
+        if variant.state == "stock" or ALL in (variant.name, variant.same_as):
             with self.entry(variant)() as prepare:
                 found["categories"] = profile_call(prepare, self._subject.device).by_category()
         return found
 
 
-class Micro(contextlib.ExitStack):
+class Micro(Level):
     """Level `micro`: one operation alone, in the stock models and as its patch has it."""
 
     def __init__(self, subject: Subject, cell: Cell, patches: Sequence[Patch], seed: int) -> None:
@@ -92,13 +89,12 @@ class Micro(contextlib.ExitStack):
         self.enter_context(subject.attention(cell.attention))
 
     def variants(self, plan: Plan) -> list[Variant]:
-        mine = (frozenset(), frozenset({self._cell.workload}))
-        return [variant for variant in plan.measured if frozenset(variant.patches) in mine]
+        return [variant for variant in plan.measured if variant.patches in ((), (self._cell.workload,))]
 
     def entry(self, variant: Variant) -> Entry:
-        ops, left_out = micro_ops(self._subject.model(variant.precision), self._patches)
+        ops, _ = micro_ops(self._subject.model(variant.precision), self._patches)
         op = next(op for op in ops if op.name == self._cell.workload)
-        call = op.after if variant.patches else op.before
+        call = op.after if variant.patches and op.after else op.before
         input = op.make_input(self._cell.batch_size, self._cell.source_length, self._seed)
 
         @contextlib.contextmanager
@@ -112,7 +108,7 @@ class Micro(contextlib.ExitStack):
             return {"census": census(prepare()).to_dict()}
 
 
-class Trainer(contextlib.ExitStack):
+class Trainer(Level):
     """Level `trainer`: `Seq2SeqTrainer.evaluate`, in half precision through `fp16_full_eval` or `bf16_full_eval`."""
 
     def __init__(self, subject: Subject, cell: Cell, settings: Settings) -> None:
@@ -135,9 +131,7 @@ class Trainer(contextlib.ExitStack):
             full_eval=FULL_EVAL.get(variant.precision),
         )
         # What `full_eval` casts is the fp32 model; one loaded in half precision stays as it is.
-        model = self._subject.model(
-            Precision.FP32 if variant.precision in FULL_EVAL else variant.precision
-        )
+        model = self._subject.model(Precision.FP32 if variant.precision in FULL_EVAL else variant.precision)
         level = TrainerLevel(
             lambda: copy.deepcopy(model),
             self._subject.tokenizer,

@@ -8,9 +8,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from ..reports.schema import AttributionRecord, CellRecord, RatioRecord, RowRecord
 from .attribution import Attribution, Share
 from .cells import Cell
-from ..reports.schema import AttributionRecord, CellRecord, RatioRecord, RowRecord
 from .statistics import Ratio
 from .timing import Samples
 from .variants import STOCK_FP32, Plan, Variant
@@ -48,16 +48,12 @@ def cell_record(
         "rounds": samples.rounds if samples else None,
         "calls": samples.calls if samples else None,
         "stopped": samples.stopped if samples else None,
-        "rows": [
-            _row(variant, plan.baseline, samples, measured.get(variant.name, {}), seed) for variant in variants
-        ],
-        "attribution": shares and _attribution(shares),
+        "rows": [_row(variant, plan.baseline, samples, measured.get(variant.name, {}), seed) for variant in variants],
+        "attribution": None if shares is None else _attribution(shares),
     }
 
 
-def _row(
-    variant: Variant, baseline: str, samples: Samples | None, measured: Mapping[str, Any], seed: int
-) -> RowRecord:
+def _row(variant: Variant, baseline: str, samples: Samples | None, measured: Mapping[str, Any], seed: int) -> RowRecord:
     timed = samples if samples and variant.name in samples.seconds else None
     return {
         "variant": variant.name,

@@ -27,7 +27,9 @@ class Shape:
 SHAPES = {
     "t5-small": Shape("T5ForConditionalGeneration", "T5Config", _T5),
     "t5-base": Shape(
-        "T5ForConditionalGeneration", "T5Config", {**_T5, "d_model": 768, "d_ff": 3072, "num_layers": 12, "num_heads": 12}
+        "T5ForConditionalGeneration",
+        "T5Config",
+        {**_T5, "d_model": 768, "d_ff": 3072, "num_layers": 12, "num_heads": 12},
     ),
     "t5-large": Shape(
         "T5ForConditionalGeneration",

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from ..errors import T5FastPatchError
+from ..reports.reading import read_lines
+from ..reports.schema import CellRecord
 from .record import to_json
-from ..reports.schema import SCHEMA, CellRecord
 
 
 class Store:
-    """A JSONL file: a header for each run, and a line for each finished cell.
+    """A file of JSON lines: a header for each run, and a line for each finished cell.
 
     Args:
         path: the file; made if it is not there.
@@ -25,17 +24,16 @@ class Store:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._cells: dict[str, CellRecord] = {}
         try:
             text = path.read_text(encoding="utf-8") if path.exists() else ""
-            complete, _, cut_off = text.rpartition("\n")
-            self._read(complete.splitlines())
-            if cut_off:  # the run was ended while it wrote
-                path.write_text(complete + "\n" if complete else "", encoding="utf-8")
-            with path.open("a", encoding="utf-8"):
-                pass
-        except OSError as error:
-            raise T5FastPatchError(f"cannot use {str(path)!r}: {error.strerror}") from error
+            with path.open("a", encoding="utf-8") as file:
+                # The run before was ended while it wrote: the reader knows what to make of that line.
+                if text and not text.endswith("\n"):
+                    file.write("\n")
+        except (OSError, UnicodeDecodeError) as error:
+            raise T5FastPatchError(f"cannot use {str(path)!r} for the results: {error}") from error
+        cells = read_lines(text.splitlines(), path)["cells"] if text.strip() else []
+        self._cells: dict[str, CellRecord] = {cell["key"]: cell for cell in cells}
 
     def finished(self, key: str) -> CellRecord | None:
         """The record of a cell that an earlier run finished."""
@@ -45,14 +43,3 @@ class Store:
         """Writes a header or a cell, at once."""
         with self._path.open("a", encoding="utf-8") as file:
             file.write(to_json(record) + "\n")
-
-    def _read(self, lines: list[str]) -> None:
-        records = []
-        for line in filter(None, lines):
-            with contextlib.suppress(ValueError):
-                records.append(json.loads(line))
-                continue
-            raise T5FastPatchError(f"{str(self._path)!r} holds a line that is no JSON: name another file")
-        if records and not (isinstance(records[0], dict) and records[0].get("schema") == SCHEMA):
-            raise T5FastPatchError(f"{str(self._path)!r} is no result of {SCHEMA}: name another file")
-        self._cells = {record["key"]: cast(CellRecord, record) for record in records if "key" in record}

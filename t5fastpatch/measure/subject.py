@@ -262,8 +262,8 @@ def _device(name: str) -> torch.device:
 
 
 def _class_for(config: Any) -> Any:
-    """The class to load: whichever generates text from text, or the very one that was saved if it gives logits or hidden
-    states for each token."""
+    """The class to load: whichever makes text of text, or the very one that was saved if it gives logits or states for
+    each token."""
     name = (getattr(config, "architectures", None) or [""])[0]
     if not name or name.endswith("ForConditionalGeneration"):
         return transformers.AutoModelForSeq2SeqLM

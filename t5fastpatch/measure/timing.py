@@ -32,8 +32,8 @@ class Limits:
     Attributes:
         rounds: how many at most.
         min_rounds: how many whatever else is said; below 8 no interval is wide enough to be trusted at 99%.
-        width: no further round is begun once every variant's 95% interval is this narrow, as a fraction of the baseline's
-            time; 0 for never.
+        width: no further round is begun once every variant's 95% interval is this narrow, as a fraction of the
+            baseline's time; 0 for never.
         budget_s: nor after this many seconds, warm-up included.
     """
 

@@ -1,4 +1,4 @@
-"""Which variants an ablation compares: the stock models, each patch alone, all of them, all but one, and further sets."""
+"""Which variants an ablation compares: the stock models, each patch alone, all, all but one, and further sets."""
 
 from __future__ import annotations
 

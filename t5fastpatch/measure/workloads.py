@@ -82,9 +82,7 @@ def decoder_step(model: nn.Module, batch: Batch) -> Workload:
     return Workload("decoder_step", prepare, model)
 
 
-def generate(
-    model: nn.Module, batch: Batch, new_tokens: int, *, num_beams: int = 1, free: bool = False
-) -> Workload:
+def generate(model: nn.Module, batch: Batch, new_tokens: int, *, num_beams: int = 1, free: bool = False) -> Workload:
     """Generation without sampling.
 
     Args:
@@ -124,7 +122,7 @@ def block(model: nn.Module, batch: Batch) -> Workload:
     if first is None:
         raise T5FastPatchError(f"a {type(model).__name__} has no block of a T5 family")
     seen: list[tuple[Any, Any]] = []
-    handle = first.register_forward_pre_hook(lambda _, *arguments: seen.append(arguments), with_kwargs=True)  # type: ignore[arg-type]
+    handle = first.register_forward_pre_hook(lambda _, *arguments: seen.append(arguments), with_kwargs=True)
     try:
         with torch.no_grad():
             model(**batch)

@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from .naming import STOCK_FP32, is_interval, is_number, names, row_of, stock_row, text_of
 from .formats import NOTHING, figure, ratio
+from .naming import STOCK_FP32, is_interval, is_number, names, row_of, stock_row, text_of
 from .tables import EVALUATION, QUALITY, Table
 
 SCHEMA = "t5fastpatch.comparison/1"

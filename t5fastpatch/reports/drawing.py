@@ -9,8 +9,8 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .naming import text_of
 from ..extra import require
+from .naming import text_of
 
 WIDTH = 9.0  # inches
 INK, DEEP, WARM = "#222222", "#1f5f8b", "#a8480f"

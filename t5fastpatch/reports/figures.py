@@ -6,21 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from ..extra import require
 from .about import environment_line, on_cpu
-from .naming import (
-    FIELDS,
-    STOCK_FP32,
-    describe,
-    grouped,
-    is_interval,
-    is_number,
-    names,
-    patched_row,
-    row_of,
-    stock_row,
-    varying,
-    wording,
-)
 from .drawing import (
     DEEP,
     INK,
@@ -36,8 +23,21 @@ from .drawing import (
     plain,
     write_beside,
 )
-from ..extra import require
-from .formats import NO_EFFECT, seconds
+from .formats import NO_EFFECT, measurable, seconds
+from .naming import (
+    FIELDS,
+    STOCK_FP32,
+    describe,
+    grouped,
+    is_interval,
+    is_number,
+    names,
+    patched_row,
+    row_of,
+    stock_row,
+    varying,
+    wording,
+)
 from .tables import saved_by_all
 
 STOCK_LINE = {"color": WARM, "linestyle": "--", "marker": "s", "markerfacecolor": "white"}
@@ -97,7 +97,7 @@ def contributions(cells: Sequence[dict[str, Any]]) -> Picture | None:
         "contributions",
         "What each patch contributes",
         "Share of the stock half-precision time that each patch saves (Shapley values, which add up to what all of "
-        "them save), with 95% intervals. A hollow bar's interval holds 0 (a ratio of 1): no measurable effect.",
+        "them save), with 95% intervals. A hollow bar's 99% interval holds 0 (a ratio of 1): no measurable effect.",
         figure,
     )
 
@@ -109,12 +109,12 @@ def _draw_shares(panel: Any, cell: dict[str, Any]) -> None:
             continue
         middle = 100 * share["share"]
         low, high = (100 * share[end] if is_number(share.get(end)) else middle for end in ("low", "high"))
-        measurable = not low <= 0 <= high
+        claimed = measurable({**share, "low": low, "high": high}, 0.0)
         look = TOTAL_BAR if at == len(shares) - 1 else PATCHED_BAR
-        look = look if measurable else {**look, "facecolor": "white"}
+        look = look if claimed else {**look, "facecolor": "white"}
         arms = arms_of({"median": middle, "low": low, "high": high})
         panel.barh(at, middle, height=0.62, xerr=arms, error_kw=WHISKER, **look)
-        text, size = (f"{middle:.1f}%", 8) if measurable else (NO_EFFECT.replace("ble ", "ble\n"), 6.5)
+        text, size = (f"{middle:.1f}%", 8) if claimed else (NO_EFFECT.replace("ble ", "ble\n"), 6.5)
         write_beside(panel, max(high, 0), at, text, fontsize=size, linespacing=0.95)
     panel.set_yticks(range(len(shares)), [plain(patch) for patch, _ in shares])
     panel.set_ylim(len(shares) - 0.5, -0.5)

@@ -31,14 +31,20 @@ def megabytes(value: Any) -> str:
 
 
 def ratio(value: Any) -> str:
-    """A ratio with its interval; one that holds 1 is no measurable effect."""
+    """A ratio with its interval, or just the interval where there is no measurable effect."""
     if not is_interval(value):
         return NOTHING
     median, low, high = value["median"], value["low"], value["high"]
     # So that a narrow interval beside 1 is not shown as 1.
     digits = 2 if high - low >= 0.02 else 3
     interval = f"[{low:.{digits}f}, {high:.{digits}f}]"
-    return f"{NO_EFFECT} {interval}" if low <= 1 <= high else f"{median:.{digits}f} {interval}"
+    return f"{median:.{digits}f} {interval}" if measurable(value) else f"{NO_EFFECT} {interval}"
+
+
+def measurable(value: dict[str, Any], nothing: float = 1.0) -> bool:
+    """Whether an effect is claimed: the producer asks more of it than that the 95% interval leaves `nothing` out."""
+    low, high = value["low"], value["high"]
+    return bool(value.get("measurable", True)) and not low <= nothing <= high
 
 
 def share(value: Any) -> str:
@@ -52,7 +58,7 @@ def share(value: Any) -> str:
     text = f"{value['share']:.1%}"
     if is_number(low) and is_number(high):
         interval = f"[{low:.1%}, {high:.1%}]"
-        text = f"{text} {interval}, {NO_EFFECT}" if low <= 0 <= high else f"{text} {interval}"
+        text = f"{text} {interval}" if measurable(value, 0.0) else f"{text} {interval}, {NO_EFFECT}"
     error = value.get("sampling_error")
     return f"{text} ± {error:.1%} by sampling" if is_number(error) else text
 

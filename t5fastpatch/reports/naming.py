@@ -10,8 +10,8 @@ STOCK_FP32 = "stock fp32"
 FIELDS = ("workload", "precision", "attention", "compiled", "batch", "length", "text")
 LEVELS = {
     "micro": "One operation",
-    "stack": "Parts of the model",
-    "generate": "Generation",
+    "stack": "Calls of the model",
+    "generate": "Calls of the model",
     "trainer": "Seq2SeqTrainer.evaluate",
     "results": "Results",
 }
@@ -21,6 +21,12 @@ def text_of(value: Any) -> str:
     """A value as one line of printable characters, as tables, XML and fonts need it."""
     line = " ".join(str(value).split())
     return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in line)
+
+
+def level_of(cell: dict[str, Any]) -> str:
+    """The level of a cell, in words; those that stand in one table have the same."""
+    level = cell["cell"].get("level")
+    return LEVELS.get(level, text_of(level))
 
 
 def field_value(cell: dict[str, Any], field: str) -> Any:
@@ -69,7 +75,7 @@ def grouped(cells: Sequence[dict[str, Any]], across: Sequence[str]) -> list[list
     """Cells that differ in nothing but the fields `across`, in order of these."""
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for cell in cells:
-        fixed = [cell["cell"].get("level"), cell.get("baseline")]
+        fixed = [level_of(cell), cell.get("baseline")]
         fixed += [wording(cell, field) for field in FIELDS if field not in across]
         groups.setdefault(tuple(map(str, fixed)), []).append(cell)
     return [sorted(group, key=lambda cell: [_order(cell, field) for field in across]) for group in groups.values()]

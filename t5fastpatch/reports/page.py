@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
-from .about import opening_line, remarks, subject_line
-from .naming import text_of
-from .drawing import Picture
 from ..extra import require
+from .about import opening_line, remarks, subject_line
+from .drawing import Picture
 from .figures import pictures
+from .naming import text_of
 from .tables import sections, state_table, summary
 
 _REFERENCE = re.compile(r'(\bid="|url\(#|href="#)')

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..errors import T5FastPatchError
-
-SCHEMA = "t5fastpatch.ablation/2"
+from .schema import SCHEMA
 
 
 def read(path: str | Path) -> dict[str, Any]:
@@ -30,12 +29,24 @@ def read(path: str | Path) -> dict[str, Any]:
     try:
         result = json.loads(text, parse_constant=str)
     except json.JSONDecodeError:
-        result = _of_lines(text.splitlines(), path)
-    result = _checked(result, path)
-    return {**result, "notes": list(result.get("notes") or [])}
+        result = read_lines(text.splitlines(), path)
+    else:
+        result = _checked(result, path)
+    return {**shown(result), "notes": list(result.get("notes") or [])}
 
 
-def _of_lines(lines: Sequence[str], path: str | Path) -> dict[str, Any]:
+def shown(result: Mapping[str, Any]) -> dict[str, Any]:
+    """The result without the rows that were timed for the sake of fair shares alone."""
+    cells = [{**cell, "rows": [row for row in cell["rows"] if row.get("shown", True)]} for cell in result["cells"]]
+    return {**result, "cells": cells}
+
+
+def read_lines(lines: Sequence[str], path: str | Path) -> dict[str, Any]:
+    """The result in JSON lines, with the rows that are not shown.
+
+    Raises:
+        T5FastPatchError: as `read`; `path` is for the message.
+    """
     parsed = [_parsed(line) for line in lines]
     headers = [line for line in parsed if _is_header(line)]
     if not headers or not _is_header(parsed[0]):
@@ -54,7 +65,7 @@ def _of_lines(lines: Sequence[str], path: str | Path) -> dict[str, Any]:
             notes.append(f"Line {number} of the file was cut off, and is left out.")
         elif line is not None and not _is_header(line):
             cells[str(_get(line, "key") or number)] = line
-    return {**headers[-1], "cells": list(cells.values()), "notes": notes}
+    return _checked({**headers[-1], "cells": list(cells.values()), "notes": notes}, path)
 
 
 def _parsed(line: str) -> Any:

@@ -7,11 +7,12 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from .formats import NOTHING, figure, megabytes, ratio, seconds, share
 from .naming import (
-    LEVELS,
     STOCK_FP32,
     describe,
     grouped,
+    level_of,
     names,
     patched_row,
     row_of,
@@ -21,7 +22,6 @@ from .naming import (
     varying,
     wording,
 )
-from .formats import NOTHING, figure, megabytes, ratio, seconds, share
 
 COUNTS = {
     "ops": "ops",
@@ -157,15 +157,18 @@ def count_tables(cells: Sequence[dict[str, Any]]) -> list[Table]:
                 Table(
                     f"{kind}: what one call does" + (f" ({'; '.join(shapes)})" if shapes else ""),
                     ["variant", "state", *COUNTS.values()],
-                    [
-                        [text_of(row.get("label") or row["variant"]), text_of(row.get("state") or ""), *counts]
-                        for row, counts in zip(same[0]["rows"], _counts(same[0]))
-                    ],
+                    [[_label(row), _state(row), *counts] for row, counts in zip(same[0]["rows"], _counts(same[0]))],
                     words=2,
                     note=note,
                 )
             )
     return tables
+
+
+def _state(row: dict[str, Any]) -> str:
+    """What is said of a patch; of a stock model or a set of patches there is nothing to say."""
+    state = text_of(row.get("state") or "")
+    return "" if state in ("stock", "set") else state
 
 
 def _counts(cell: dict[str, Any]) -> list[list[str]]:
@@ -236,7 +239,7 @@ def attribution_tables(cells: Sequence[dict[str, Any]]) -> list[Table]:
 def saved_by_all(cell: dict[str, Any]) -> dict[str, Any]:
     """What all patches of an attribution save, in the form of a share."""
     saved = cell["attribution"].get("saved") or {}
-    return {"share": saved.get("median"), "low": saved.get("low"), "high": saved.get("high")}
+    return {**saved, "share": saved.get("median")}
 
 
 def _method(attribution: dict[str, Any]) -> str:
@@ -330,13 +333,13 @@ def _across(
     """
     shown = [cell for cell in cells if any(content(row, cell) != NOTHING for row in cell["rows"])]
     tables = []
-    for level in dict.fromkeys(cell["cell"].get("level") for cell in shown):
-        here = [cell for cell in shown if cell["cell"].get("level") == level]
+    for level in dict.fromkeys(map(level_of, shown)):
+        here = [cell for cell in shown if level_of(cell) == level]
         differing = varying(here)
         column = next((field for field in ("batch", "length") if field in differing), "workload")
         for group in grouped(here, [column]):
             fixed = describe(group[0], [field for field in differing if field != column])
-            title = f"{fixed or LEVELS.get(level, text_of(level))}: {what(group[0])}"
+            title = f"{fixed or level}: {what(group[0])}"
             rows = []
             for variant, label in variants(group).items():
                 found = [(row_of(cell, variant), cell) for cell in group]
