@@ -38,15 +38,16 @@ _BY_NAME = {
     **dict.fromkeys(("rms_norm", "_fused_rms_norm", "layer_norm", "native_layer_norm"), NORMS),
     **dict.fromkeys(("cat", "stack", "clone", "copy_", "_to_copy", "repeat", "index_select"), COPIES),
 }
-_BY_ROLE = {Role.NORM.value: NORMS, Role.BLOCK.value: INFINITY_CHECKS}
+# What upstream's blocks call to look for infinities and to clamp them, in any release.
+_CHECKS = frozenset(("isinf", "any", "is_nonzero", "where", "neg", "clamp"))
 
 
 def category(name: str, within: str, *, copies: bool, casts: bool) -> str:
     """The category of an op that Python code called; whatever PyTorch calls for it is part of it.
 
-    Where it is called comes first: all that a norm does is `norms`, its casts too, and what a T5 block does itself is
-    `infinity checks`, since upstream's blocks only call their layers and check what comes back. Then comes its name,
-    and then what it does: one that is a view by its schema (`to`, `contiguous`, `reshape`) and copies all the same is
+    Where it is called comes first: all that a norm does is `norms`, its casts too, and an `isinf`, `any`, `where` or
+    `clamp` that a T5 block calls itself, and none of its layers, is one of `infinity checks`. Then comes its name, and
+    then what it does: one that is a view by its schema (`to`, `contiguous`, `reshape`) and copies all the same is
     one of `casts` or `copies`, else of `views`; one that PyTorch tags as pointwise is `element-wise`.
 
     Limits: a norm, softmax or attention written out in Python and not in a T5 norm is counted by its parts; of another
@@ -59,9 +60,11 @@ def category(name: str, within: str, *, copies: bool, casts: bool) -> str:
         copies: whether it copies a tensor, itself or in what it calls.
         casts: whether one of those copies is into another dtype.
     """
-    if within in _BY_ROLE:
-        return _BY_ROLE[within]
     namespace, _, base = name.rpartition("::")
+    if within == Role.NORM.value:
+        return NORMS
+    if within == Role.BLOCK.value and base in _CHECKS:
+        return INFINITY_CHECKS
     if "scaled_dot_product" in base:
         return FUSED_ATTENTION
     known = _BY_NAME.get(base)

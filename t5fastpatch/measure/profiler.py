@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,6 +22,7 @@ from .turns import in_turn
 
 CALL = PREFIX + "call"
 _NO_KERNELS = ("Memcpy", "Memset")
+_NORMS, _REPETITIONS = 10, 10
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 
@@ -70,6 +72,7 @@ def _recorded(call: Callable[[], object], device: torch.device) -> Any:
     return profiler
 
 
+@functools.cache
 def cost_of_an_event() -> float:
     """Seconds that the profiler adds to an op for each op inside it, on this machine.
 
@@ -80,16 +83,16 @@ def cost_of_an_event() -> float:
 
     def seconds() -> float:
         started = time.perf_counter()
-        for _ in range(100):
+        for _ in range(_NORMS):
             torch.nn.functional.rms_norm(rows, (64,))
         return time.perf_counter() - started
 
     with torch.no_grad():
         seconds()
-        without = min(seconds() for _ in range(5))
+        without = min(seconds() for _ in range(_REPETITIONS))
         with _profiler(rows.device) as profiler:
-            within = min(seconds() for _ in range(5))
-    return max(0.0, within - without) / (len(profiler.events()) / 5)
+            within = min(seconds() for _ in range(_REPETITIONS))
+    return max(0.0, within - without) / (len(profiler.events()) / _REPETITIONS)
 
 
 def _profiler(device: torch.device) -> Any:

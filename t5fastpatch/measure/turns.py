@@ -40,7 +40,6 @@ def in_turn(
 def _garbage_left() -> Iterator[None]:
     """Garbage is collected when asked for only, and old objects not looked at."""
     was_enabled = gc.isenabled()
-    gc.collect()
     gc.freeze()
     gc.disable()
     try:
