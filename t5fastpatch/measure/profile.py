@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .categories import CATEGORIES
+from .profile_events import INTO
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,7 +17,7 @@ class Op:
 
     Attributes:
         category: one of `CATEGORIES`.
-        name: without `aten::`; a cast with its dtypes, `"to fp16 -> fp32"`.
+        name: without `aten::`; a cast, of a norm too, with its dtypes, `"to fp16 -> fp32"`.
         calls: how often, per call of the whole.
         seconds: per call of the whole: of host time on a CPU, of its kernels' time on CUDA.
     """
@@ -93,6 +94,11 @@ class Profile:
         counted: Sequence[Op | Kernel] = self.kernels if self.device == "cuda" else self.ops
         return {name: sum(each.calls for each in counted if each.category == name) for name in CATEGORIES}
 
+    def casts(self) -> tuple[float, float]:
+        """How many casts there are and their seconds, per call, those of norms too."""
+        casts = [op for op in self.ops if INTO in op.name]
+        return sum(op.calls for op in casts), sum(op.seconds for op in casts)
+
     def tensor_core_shares(self) -> tuple[float, float]:
         """Which part of the kernels, and of their time, is on tensor cores; 0 and 0 where there are none."""
         every, on_them = self.kernels, [kernel for kernel in self.kernels if kernel.tensor_cores]
@@ -105,13 +111,14 @@ class Profile:
 
     def to_dict(self) -> dict[str, Any]:
         """The profile as plain dicts, lists, strings and numbers."""
-        kernels, seconds = self.tensor_core_shares()
+        (casts, cast_seconds), (kernels, kernel_seconds) = self.casts(), self.tensor_core_shares()
         return {
             **dataclasses.asdict(self),
             "seconds": self.seconds,
             "by_category": self.by_category(),
             "calls_by_category": self.calls_by_category(),
-            "tensor_cores": {"kernels": kernels, "seconds": seconds},
+            "casts": {"calls": casts, "seconds": cast_seconds},
+            "tensor_cores": {"kernels": kernels, "seconds": kernel_seconds},
         }
 
 

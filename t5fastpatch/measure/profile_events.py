@@ -9,6 +9,8 @@ from typing import Any
 from .categories import CASTS, OTHER, category
 from .module_ranges import PREFIX
 
+INTO = " -> "
+"""Between the dtypes in the name of a cast."""
 _USER_SCOPE = 7  # `at::RecordScope::USER_SCOPE`, that of `record_function`
 _DTYPES = {"c10::Half": "fp16", "c10::BFloat16": "bf16", "float": "fp32", "double": "fp64", "long int": "int64"}
 _LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch")
@@ -20,7 +22,7 @@ class OpEvent:
     """One call of an op from Python code.
 
     Attributes:
-        name: without `aten::`; a cast with its dtypes, `"to fp16 -> fp32"`.
+        name: without `aten::`; a cast, of a norm too, with its dtypes, `"to fp16 -> fp32"`.
         category: one of `CATEGORIES`.
         seconds: of host time, with all that PyTorch called for it.
         inner: how many ops PyTorch called for it.
@@ -72,17 +74,19 @@ def _op(event: Any, within: str) -> OpEvent:
     tree = list(_tree(event))
     copies = [_copied(each) for each in tree if each.name == "aten::copy_"]
     cast = next((pair for pair in copies if pair[0] != pair[1]), None)
-    kind = category(event.name, within, copies=bool(copies), casts=cast is not None)
+    kind, kind_elsewhere = (
+        category(event.name, where, copies=bool(copies), casts=cast is not None) for where in (within, "")
+    )
     name = event.name.removeprefix("aten::")
-    if cast is not None and kind == CASTS:
-        name = f"{name} {cast[0]} -> {cast[1]}"
+    if cast is not None and kind_elsewhere == CASTS:
+        name = f"{name} {cast[0]}{INTO}{cast[1]}"
     kernels = tuple(kernel for each in tree for kernel in _kernels(each))
     return OpEvent(name, kind, event.cpu_time_total / 1e6, len(tree) - 1, kernels)
 
 
 def _copied(copy: Any) -> tuple[str, str]:
     """From which dtype a `copy_` copies into which."""
-    # PyTorch before 2.9 keeps no dtypes here: there, a `_to_copy` is taken for a cast, any other copy for none.
+    # Older releases of PyTorch keep no dtypes here: there, a `_to_copy` is taken for a cast, any other copy for none.
     dtypes = getattr(copy, "input_dtypes", None)
     if not dtypes:
         return ("?", "other ?") if copy.cpu_parent.name == "aten::_to_copy" else ("?", "?")

@@ -126,7 +126,7 @@ def category_table(profiles: Sequence[Profile]) -> Table:
     for name in CATEGORIES:
         seconds = [profile.by_category()[name] for profile in profiles]
         calls = [profile.calls_by_category()[name] for profile in profiles]
-        if any(calls):
+        if any(calls) or any(seconds):
             cells = [_cells(*each) for each in zip(calls, seconds, (profile.seconds for profile in profiles))]
             table.add_row(name, *(cell for each in cells for cell in each), *difference_of(seconds))
     totals = [profile.seconds for profile in profiles]
@@ -134,6 +134,8 @@ def category_table(profiles: Sequence[Profile]) -> Table:
     rests = [max(0.0, wall - total) for wall, total in zip(walls, totals)]
     table.add_section()
     _add_sum(table, f"all {whose}", totals, [sum(profile.calls_by_category().values()) for profile in profiles])
+    casts, cast_seconds = zip(*(profile.casts() for profile in profiles))
+    _add_sum(table, "of them casts, norms' too", cast_seconds, casts)
     _add_sum(table, "the device waits" if whose == "kernels" else "Python between them", rests)
     _add_sum(table, "the call, without profiler", walls)
     return table
