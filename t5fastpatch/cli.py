@@ -13,6 +13,7 @@ from rich.text import Text
 from . import __version__
 from .cli_ablate import ablate
 from .cli_compare import compare
+from .cli_profile import profile
 from .cli_report import report
 from .errors import NotFoundError, T5FastPatchError
 from .families import FAMILIES
@@ -90,7 +91,7 @@ class _Program(Exception):
     """Ends the command line: what `run` is to start runs outside of it, where nothing handles the program's errors."""
 
 
-for command in (ablate, report, compare):
+for command in (ablate, profile, report, compare):
     app.command()(command)
 
 

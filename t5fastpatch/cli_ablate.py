@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -139,20 +138,16 @@ def _check_paths(*paths: Path | None) -> None:
 def _run(settings: Settings, jsonl: Path | None) -> dict[str, Any]:
     """Runs, and prints the tables."""
     # Imported here, so that the command's help needs no torch.
-    import transformers
     from rich.console import Console
 
+    from .loading import quiet
     from .measure.ablation import run
     from .measure.record import finite
     from .measure.store import Store
     from .reports.reading import shown
     from .reports.terminal import print_result
 
-    transformers.utils.logging.set_verbosity_error()
-    # Where the hub cannot be reached it would announce each try.
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-    with contextlib.suppress(AttributeError):
-        transformers.utils.logging.disable_progress_bar()
+    quiet()
     store = None if jsonl is None else Store(jsonl)
     try:
         with _progress() as progress:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json as json_
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,9 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .errors import NotFoundError, NothingToPatchError, T5FastPatchError
-from .measure.settings import Settings
+from .loading import quiet
 
 if TYPE_CHECKING:
+    from .measure.cells import Cell
+    from .measure.precision import Precision
     from .measure.profile_report import Profiled
     from .measure.subject import Subject
     from .measure.variants import Variant
@@ -28,7 +28,6 @@ ALL, STOCK, FP32, NONE = "all", "stock", "fp32", "none"
 class _How:
     """How each variant is profiled."""
 
-    workload: str
     calls: int
     host: bool
     trace: Path | None
@@ -38,22 +37,22 @@ def profile(
     model: Annotated[
         str | None, typer.Option(help="A model's directory, or its name on the hub; the embedded model without it.")
     ] = None,
-    dtype: Annotated[
-        str, typer.Option(help="Which half precision: float16 (fp16, half) or bfloat16 (bf16).")
-    ] = Settings.dtype,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = Settings.device,
-    workload: Annotated[str, typer.Option(help="forward, encoder, decoder_step or generate.")] = "decoder_step",
+    shape: Annotated[
+        str | None, typer.Option(help="Instead of a model, the shape of one with random weights: t5-small, bert, ...")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="fp16, bf16, fp16_from_pretrained, fp32.")] = "fp16",
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
+    attention: Annotated[str, typer.Option(help="eager, sdpa, or default: what the release takes.")] = "default",
+    workload: Annotated[
+        str, typer.Option(help="block, encoder, decoder_step, forward, greedy or beam.")
+    ] = "decoder_step",
     patches: Annotated[
         str, typer.Option(help="Names, with commas; 'all' that apply; 'stock' or 'fp32' for none of them.")
     ] = ALL,
     against: Annotated[str, typer.Option(help="What to put beside it, as for --patches; 'none' for nothing.")] = STOCK,
-    batch_size: Annotated[int, typer.Option(min=1, help="Sentences per batch.")] = Settings.batch_size,
-    max_source_length: Annotated[int, typer.Option(min=1, help="Longest source, in tokens.")] = (
-        Settings.max_source_length
-    ),
-    max_new_tokens: Annotated[int, typer.Option(min=2, help="Longest reference and generation, in tokens.")] = (
-        Settings.max_new_tokens
-    ),
+    batch_size: Annotated[int, typer.Option(min=1, help="Sentences per batch.")] = 8,
+    source_length: Annotated[int, typer.Option(min=1, help="Longest source, in tokens.")] = 128,
+    target_length: Annotated[int, typer.Option(min=2, help="Longest reference and generation, in tokens.")] = 64,
     calls: Annotated[int, typer.Option(min=1, help="How often the workload is called.")] = 20,
     top: Annotated[int, typer.Option(min=1, help="Rows per table, or per part of one.")] = 12,
     host: Annotated[bool, typer.Option("--host", help="Profile the host's Python functions too, by cProfile.")] = False,
@@ -64,98 +63,93 @@ def profile(
     for path in (trace, json):
         if path is not None and not path.parent.is_dir():
             raise T5FastPatchError(f"cannot write {str(path)!r}: there is no directory {str(path.parent)!r}")
-    settings = Settings(
-        model=model,
-        dtype=dtype,
-        device=device,
-        batch_size=batch_size,
-        max_source_length=max_source_length,
-        max_new_tokens=max_new_tokens,
+    from .measure.cells import LEVELS, Cell, level_of
+    from .measure.precision import precision_of
+    from .measure.subject import attention_of, subject_for
+
+    if workload not in (known := (*LEVELS["stack"], *LEVELS["generate"])):
+        raise NotFoundError(f"no workload is called {workload!r}: there are {', '.join(known)}")
+    quiet()
+    precision = precision_of(dtype)
+    subject = subject_for(model, shape, device)
+    implementation = attention_of(subject.fp32) if attention == "default" else attention
+    cell = Cell(
+        level_of(workload),
+        workload,
+        precision.value,
+        implementation,
+        False,
+        batch_size,
+        source_length,
+        target_length,
+        "sentences" if subject.sentences else "full",
     )
     names = [patches] if against == NONE else [against, patches]
-    _run(settings, names, _How(workload, calls, host, trace), top, json)
+    variants = _profiled(
+        subject, cell, [_variant(name, subject, precision) for name in names], _How(calls, host, trace)
+    )
+    _report(subject, cell, variants, top, json)
 
 
-def _run(settings: Settings, names: Sequence[str], how: _How, top: int, json: Path | None) -> None:
-    # Imported here, so that the command's help needs no torch.
-    import torch
-    import transformers
+def _report(subject: Subject, cell: Cell, variants: Sequence[Profiled], top: int, json: Path | None) -> None:
     from rich.console import Console
 
     from .measure.environment import environment
     from .measure.profile_report import print_report, to_dict
 
-    transformers.utils.logging.set_verbosity_error()
-    # Where the hub cannot be reached it would announce each try.
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-    with contextlib.suppress(AttributeError):
-        transformers.utils.logging.disable_progress_bar()
-    variants = _profiled(settings, names, how)
-    about = {
-        "model": settings.model or "the embedded model",
-        "workload": how.workload,
-        "batch_size": settings.batch_size,
-        "max_source_length": settings.max_source_length,
-        "max_new_tokens": settings.max_new_tokens,
-        "environment": environment(torch.device(settings.device)),
-    }
+    about = {"model": subject.name, **dataclasses.asdict(cell), "environment": environment(subject.device)}
     console = Console()
     print_report(variants, about, top, console if console.is_terminal else Console(width=WIDTH))
     if json is not None:
         json.write_text(json_.dumps({**about, **to_dict(variants)}, indent=2) + "\n", encoding="utf-8")
 
 
-def _profiled(settings: Settings, names: Sequence[str], how: _How) -> list[Profiled]:
-    """Loads the model and profiles the variants of these names."""
+def _profiled(subject: Subject, cell: Cell, variants: Sequence[Variant], how: _How) -> list[Profiled]:
+    """Profiles the variants, one call of each in turn."""
+    import torch
+
     from .measure.bench import Bench
-    from .measure.census import census
     from .measure.host_profile import host_profiles
     from .measure.profile_report import Profiled
     from .measure.profiler import profile_variants, write_trace
-    from .measure.subject import held_out, load, shuffled
 
-    subject = load(settings.model, settings.dtype, settings.device)
-    sentences = shuffled(held_out(settings.model), settings.seed)[: settings.batch_size]
-    batch = subject.batch(sentences, settings.max_source_length, settings.max_new_tokens)
-    bench = Bench(subject, batch, settings.max_new_tokens)
-    if how.workload not in bench.workloads:
-        raise NotFoundError(f"this model has no workload {how.workload!r}: there are {', '.join(bench.workloads)}")
+    names = [variant.name for variant in variants]
     if len(set(names)) < len(names):
         raise T5FastPatchError(f"{names[0]} stands beside itself: name something else with --patches or --against")
-    variants = {
-        variant.name: bench.entry(variant, how.workload) for variant in (_variant(name, subject) for name in names)
-    }
-    profiles = profile_variants(variants, subject.device, calls=how.calls)
-    hosts = host_profiles(variants, calls=how.calls) if how.host else {}
-    profiled = []
-    for name, entry in variants.items():
-        with entry() as prepare:
+    with torch.no_grad(), Bench(subject, cell) as bench:
+        entries = {variant.name: bench.entry(variant) for variant in variants}
+        profiles = profile_variants(entries, subject.device, calls=how.calls)
+        hosts = host_profiles(entries, calls=how.calls) if how.host else {}
+        for name, entry in entries.items():
             if how.trace is not None:
-                write_trace(prepare, subject.device, _trace_file(how.trace, how.workload, name))
-            sites = census(prepare()).sync_sites
-        profiled.append(Profiled(name, profiles[name], sites, hosts.get(name)))
-    return profiled
+                with entry() as prepare:
+                    write_trace(prepare, subject.device, _trace_file(how.trace, cell.workload, name))
+        return [
+            Profiled(each.name, profiles[each.name], bench.census(each).sync_sites, hosts.get(each.name))
+            for each in variants
+        ]
 
 
-def _variant(name: str, subject: Subject) -> Variant:
+def _variant(name: str, subject: Subject, precision: Precision) -> Variant:
     """The variant that an option names: `stock`, `fp32`, `all` or patches."""
     from .engine import status
-    from .measure.variants import STOCK_FP32, Variant, plan, stock_half
+    from .measure.precision import Precision
+    from .measure.variants import STOCK_FP32, Variant, plan, stock
     from .registry import list_patches, select
 
     if name == FP32:
-        return Variant(STOCK_FP32)
+        return Variant(STOCK_FP32, Precision.FP32)
     if name == STOCK:
-        return Variant(stock_half(subject.half_name))
+        return Variant(stock(precision), precision)
     if name == ALL:
         # The largest set; a preset would leave out what is unsafe alone.
-        rows = plan(status(subject.half), list_patches(), subject.half_name)
+        rows = plan(status(subject.model(precision)), list_patches(), precision).measured
         patches = max(rows, key=lambda row: len(row.patches)).patches
         if not patches:
             raise NothingToPatchError("no patch applies to this model: profile it with --patches stock --against none")
     else:
         patches = tuple(patch.name for patch in select(name).patches)
-    return Variant(" + ".join(patches), patches)
+    return Variant(" + ".join(patches), precision, patches)
 
 
 def _trace_file(folder: Path, workload: str, variant: str) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,6 +40,17 @@ def one_line_errors(model: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise NotFoundError(f"cannot load {model!r}: {first_line(error)}") from error
+
+
+def quiet() -> None:
+    """Silences what transformers and the hub's library print about a load; for commands, which report themselves."""
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    # Where the hub cannot be reached it would announce each try.
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    with contextlib.suppress(AttributeError):
+        transformers.utils.logging.disable_progress_bar()
 
 
 def first_line(error: BaseException) -> str:

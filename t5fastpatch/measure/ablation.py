@@ -27,7 +27,7 @@ from .precision import Precision
 from .record import cell_record
 from .settings import Settings
 from .store import Store
-from .subject import Subject, load, with_random_weights
+from .subject import subject_for
 from .timing import Limits, Samples, interleave, stopwatch_for
 from .variants import Plan, Variant, plan
 
@@ -70,7 +70,7 @@ class _Run:
         self._progress = progress
         self._store = store
         self._patches = list_patches() if settings.patches is None else list(select(settings.patches).patches)
-        self._subject = self._load()
+        self._subject = subject_for(settings.model, settings.shape, settings.device, settings.seed)
         self._notes: list[str] = []
         self._failures: list[str] = []
         self._plans: dict[str, Plan] = {}
@@ -106,14 +106,6 @@ class _Run:
             if record is not None:
                 found["cells"].append(record)
         return found
-
-    def _load(self) -> Subject:
-        settings = self._settings
-        if settings.shape is not None and settings.model is not None:
-            raise T5FastPatchError("name a model or a shape, not both")
-        if settings.shape is not None:
-            return with_random_weights(settings.shape, settings.device, settings.seed)
-        return load(settings.model, settings.device, settings.seed)
 
     def _micro(self) -> list[str]:
         """The operations that can be run alone."""

@@ -147,6 +147,19 @@ class Subject:
         return {name: tokens[name].to(self.device) for name in ("input_ids", "attention_mask")}
 
 
+def subject_for(model: str | None, shape: str | None, device: str, seed: int = 0) -> Subject:
+    """The model, or the one with a shape and random weights; the embedded one where neither is named.
+
+    Raises:
+        T5FastPatchError: both are named, or as `load` and `with_random_weights`.
+    """
+    if shape is None:
+        return load(model, device, seed)
+    if model is not None:
+        raise T5FastPatchError("name a model or a shape, not both")
+    return with_random_weights(shape, device, seed)
+
+
 def load(model: str | None, device: str, seed: int = 0) -> Subject:
     """A model with its tokenizer and held-out sentences, the sentences in an order that the seed decides.
 
