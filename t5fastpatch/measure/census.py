@@ -65,7 +65,7 @@ class _Tally:
         if is_query(op):
             return
         if is_sync(op, args, result) and not self._syncs_known:
-            self._count_sync()
+            self.count_sync()
         if is_view(op):
             self._here.views[full_name(op)] += 1
             return
@@ -73,7 +73,7 @@ class _Tally:
         if not self._inside_composite:
             self._here.operations[_operation(op, args, kwargs, result)] += 1
 
-    def _count_sync(self) -> None:
+    def count_sync(self) -> None:
         self._here.sync_sites[calling_line(skip=frozenset({__name__}))] += 1
 
     def count_composite(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
@@ -90,9 +90,7 @@ class _Tally:
             self._inside_composite = False
 
     @contextlib.contextmanager
-    def call_with_sync(self, waits: bool) -> Iterator[None]:
-        if waits:
-            self._count_sync()
+    def syncs_known(self) -> Iterator[None]:
         self._syncs_known = True
         try:
             yield
@@ -141,13 +139,17 @@ class _Composites(TorchFunctionMode):
             return self._composite(_ATTENTION, func, args, kwargs)
         if func in (F.rms_norm, torch.rms_norm) and _is_one_kernel(*args, **kwargs):
             return self._composite(_NORM, func, args, kwargs)
-        scope: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if func is torch.Tensor.tolist:
-            scope = self._tally.call_with_sync(True)
-        elif func is F.one_hot:
+            return self._call_with_sync(True, func, args, kwargs)
+        if func is F.one_hot:
             # The CPU reads the indices to check them, CUDA only to find out the number of classes.
-            scope = self._tally.call_with_sync(_classes(*args, **kwargs) < 0)
-        with scope:
+            return self._call_with_sync(_classes(*args, **kwargs) < 0, func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _call_with_sync(self, waits: bool, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if waits:
+            self._tally.count_sync()
+        with self._tally.syncs_known():
             return func(*args, **kwargs)
 
     def _composite(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -46,7 +46,7 @@ def traffic(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
     if name in _ALLOCATIONS:
         return Traffic(0, 0)
     arguments = op._schema.arguments
-    given = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
+    given = {argument.name: value for argument, value in zip(arguments, args)} | kwargs
     changed = {argument.name for argument in arguments if argument.alias_info and argument.alias_info.is_write}
     unread = {argument.name for argument in arguments if argument.is_out}
     if name in _OVERWRITES:
@@ -60,7 +60,10 @@ def traffic(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def covered(values: Iterable[Any]) -> int:
-    """Bytes of storage that the tensors among `values`, and in lists among them, cover; the same tensor counts once."""
+    """Bytes of storage that the tensors among `values`, and in lists among them, cover.
+
+    A tensor and its transpose are the same bytes and count once; views that overlap otherwise count each.
+    """
     return sum({_place(tensor): _size(tensor) for tensor in strided(values)}.values())
 
 
@@ -74,18 +77,21 @@ def _without(given: dict[str, Any], names: set[str]) -> list[Any]:
     return [value for name, value in given.items() if name not in names]
 
 
+def _steps(tensor: torch.Tensor) -> list[tuple[int, int]]:
+    """Stride and size of the dimensions that lead to other elements: one of stride 0 only repeats them."""
+    return sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape) if stride and size > 1)
+
+
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
-    storage = tensor.untyped_storage()._cdata
-    return storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.numel() > 0, *_steps(tensor)
 
 
 def _size(tensor: torch.Tensor) -> int:
-    """The bytes that a tensor covers: a dimension of stride 0 repeats its elements, windows that overlap share some."""
     if tensor.numel() == 0:
         return 0
-    dimensions = list(zip(tensor.shape, tensor.stride(), strict=True))
-    elements = math.prod(size for size, stride in dimensions if stride)
-    extent = 1 + sum((size - 1) * stride for size, stride in dimensions)
+    elements = math.prod(size for _, size in _steps(tensor))
+    # Windows that overlap share elements.
+    extent = 1 + sum((size - 1) * stride for stride, size in _steps(tensor))
     return min(elements, extent) * tensor.element_size()
 
 
@@ -97,4 +103,5 @@ def flops(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
 
 def attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> int:
     """Of the two products of `scaled_dot_product_attention`, whose arguments it takes."""
-    return int(sdpa_flop_count(*((1,) * (4 - each.dim()) + tuple(each.shape) for each in (query, key, value))))
+    shapes = [(1,) * (4 - each.dim()) + tuple(each.shape) for each in (query, key, value)]
+    return int(sdpa_flop_count(*shapes))  # type: ignore[no-untyped-call]
