@@ -209,7 +209,7 @@ def test_host_scalars_are_operations() -> None:
 
 
 def test_an_operation_of_a_library_is_expanded() -> None:
-    @torch.library.custom_op("t5fastpatch_test::hidden", mutates_args=())
+    @torch.library.custom_op("t5fastpatch_test::hidden", mutates_args=(), schema="(Tensor x) -> Tensor")
     def hidden(x: torch.Tensor) -> torch.Tensor:
         return (x + 1) * 2
 
@@ -218,7 +218,7 @@ def test_an_operation_of_a_library_is_expanded() -> None:
 
 
 def test_an_operation_of_a_library_that_calls_nothing_is_one() -> None:
-    @torch.library.custom_op("t5fastpatch_test::opaque", mutates_args=("x",))
+    @torch.library.custom_op("t5fastpatch_test::opaque", mutates_args=("x",), schema="(Tensor(a!) x) -> ()")
     def opaque(x: torch.Tensor) -> None:
         x.numpy()[:] = 0
 
@@ -418,12 +418,13 @@ def test_a_difference_by_figure_and_module() -> None:
     assert more.module_difference(more) == {}
 
 
-def test_shapes_alone_give_the_census_of_a_forward(tiny: Any) -> None:
+@pytest.mark.parametrize("workload", [forward, decoder_step])
+def test_shapes_alone_give_the_census_of_a_run(tiny: Any, workload: Callable[..., Workload]) -> None:
     stock = tiny.half()
     with shapes_only():
         shape = without_data(stock)
-        without = census(forward(shape, batch()).prepare(), shape)
-    found = census(forward(stock, batch()).prepare(), stock)
+        without = census(workload(shape, batch()).prepare(), shape)
+    found = census(workload(stock, batch()).prepare(), stock)
     assert without.flops_by_dtype == found.flops_by_dtype
     if RELEASE.startswith("4."):  # later ones keep a mask that masks nothing where they cannot look at it
         assert without == found
@@ -435,7 +436,7 @@ def test_shapes_alone_need_no_weights_and_touch_no_model() -> None:
     before = dict(stock.named_parameters())
     with shapes_only():
         shape = without_data(stock, torch.float16)
-        assert shape.encoder.embed_tokens.weight is shape.shared.weight
+        assert len(list(shape.parameters())) == len(before)
         assert counted(decoder_step(shape, batch(5))).fp32_share == 0
     assert all(before[name] is each for name, each in stock.named_parameters())
     assert {each.dtype for each in before.values()} == {torch.float32}
@@ -451,11 +452,12 @@ def test_shapes_alone_answer_that_nothing_is_infinite() -> None:
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this PyTorch is built with CUDA")
 def test_cuda_without_a_cuda_build_is_refused(tiny: Any) -> None:
-    with pytest.raises(T5FastPatchError, match="needs a CUDA build"):
+    with pytest.raises(T5FastPatchError, match="needs a CUDA build of PyTorch"):
         fake_cuda_census(tiny, lambda model: lambda: None)
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="this PyTorch is built without CUDA, so it has no CUDA kernels")
+@pytest.mark.skipif(TORCH != "2.13", reason="PyTorch 2.4 asks for a GPU, and rms_norm is one kernel in later ones only")
 def test_cuda_without_a_gpu_shows_its_own_kernels(tiny: Any) -> None:
     def normed(model: Any) -> Callable[[], object]:
         weight = model.shared.weight

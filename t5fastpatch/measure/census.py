@@ -74,7 +74,7 @@ class _Tally:
             self._here.operations[_operation(op, args, kwargs, result)] += 1
 
     def count_sync(self) -> None:
-        self._here.sync_sites[calling_line(skip=frozenset({__name__}))] += 1
+        self._here.sync_sites[calling_line()] += 1
 
     def count_composite(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         products = attention_flops(*args, **kwargs) if name == _ATTENTION else 0

@@ -10,6 +10,9 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+# Their modes stand between the caller and torch.
+_WATCHERS = frozenset({f"{__package__}.census", f"{__package__}.shapes"})
+
 
 class ModulePath:
     """Follows which module's forward runs, inside a `with` block; leaves no hook behind.
@@ -53,20 +56,16 @@ class ModulePath:
         self._running.pop()
 
 
-def calling_line(skip: frozenset[str]) -> str:
-    """The innermost line of Python that runs outside of torch: `"modeling_t5.py:123 forward"`.
-
-    Args:
-        skip: names of modules that do not count either.
-    """
+def calling_line() -> str:
+    """The innermost line of Python outside of torch and of what watches it: `"modeling_t5.py:123 forward"`."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and _is_skipped(frame, skip | {__name__}):
+    while frame is not None and _is_passed_over(frame):
         frame = frame.f_back
     if frame is None:
         return "unknown"
     return f"{PurePath(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}"
 
 
-def _is_skipped(frame: FrameType, skip: frozenset[str]) -> bool:
+def _is_passed_over(frame: FrameType) -> bool:
     name = str(frame.f_globals.get("__name__", ""))
-    return name in skip or name.partition(".")[0] == "torch"
+    return name in _WATCHERS or name.partition(".")[0] == "torch"

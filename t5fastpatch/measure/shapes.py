@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import T5FastPatchError
+from ..loading import first_line
 from .census import Census, census
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -43,8 +44,9 @@ def without_data(model: Model, dtype: torch.dtype | None = None, device: str = "
         cast = dtype if tensor.is_floating_point() else None
         return torch.empty(tensor.shape, dtype=cast or tensor.dtype, device=device)
 
-    # What is in the memo already is not copied; a tied weight stays tied.
-    memo: dict[int, Any] = {id(each): nn.Parameter(shape_of(each), requires_grad=False) for each in model.parameters()}
+    # What is in the memo already is not copied; a tied weight stays tied. Whether a weight wants a gradient stays too,
+    # as `torch.matmul` goes by it.
+    memo: dict[int, Any] = {id(each): nn.Parameter(shape_of(each), each.requires_grad) for each in model.parameters()}
     memo |= {id(each): shape_of(each) for each in model.buffers()}
     return copy.deepcopy(model, memo)
 
@@ -58,17 +60,23 @@ def fake_cuda_census(model: Model, make_call: Callable[[Model], Callable[[], obj
             it makes on `device="cuda"` have no data either.
 
     Raises:
-        T5FastPatchError: this PyTorch is built without CUDA, and so does not know what CUDA would run.
+        T5FastPatchError: this PyTorch has no CUDA, or asks for a GPU even where there is no data.
         Whatever the call raises.
     """
-    if torch.version.cuda is None:
-        raise T5FastPatchError(
-            f"PyTorch {torch.__version__} is built without CUDA: a census on CUDA tensors without data needs a CUDA "
-            "build (no GPU); leave the census to the CPU, or install one"
-        )
     with shapes_only():
+        _check_cuda()
         fake = without_data(model, device="cuda")
         return census(make_call(fake), fake)
+
+
+def _check_cuda() -> None:
+    try:
+        torch.empty(1, device="cuda")[0]
+    except RuntimeError as error:
+        raise T5FastPatchError(
+            "a census on CUDA tensors without data needs a CUDA build of PyTorch and, without a GPU, a recent one; "
+            f"this is {torch.__version__}: {first_line(error)}. The census on the CPU needs neither"
+        ) from error
 
 
 class _Copies(TorchFunctionMode):
