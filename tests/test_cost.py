@@ -23,6 +23,8 @@ from t5fastpatch.measure.forecast import SHAPES, Sizes, forecast, model_of_shape
 from t5fastpatch.measure.operations import Operation
 from t5fastpatch.measure.work import Work
 
+DOCS = Path(__file__).parent.parent / "docs"
+
 # 100 bytes a second, 1000 FLOPs of fp32, 4000 of tf32 or fp16.
 TOY = Device("toy", Figure(100, "made up"), {name: Figure(rate, "made up") for name, rate in
              (("float32", 1000), ("tf32", 4000), ("float16", 4000))})  # fmt: skip
@@ -133,6 +135,42 @@ def test_every_figure_of_a_device_has_a_source(device: Device) -> None:
     assert all(figure.source.split()[0] in ("NVIDIA", "as") for figure in figures)
     assert 1e11 < device.bandwidth.per_second < 1e13
     assert device.rates["float32"].per_second < device.rates["float16"].per_second < 1e15
+
+
+def tables(name: str) -> list[list[str]]:
+    """The cells of every row of the tables in docs/cost-model.md that begins with `name`."""
+    lines = (DOCS / "cost-model.md").read_text().splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    return [row for row in rows if row[0].startswith(name)]
+
+
+@pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
+def test_the_documented_devices_are_those_of_the_table(device: Device) -> None:
+    def rate(dtype: str) -> str:
+        return f"{device.rates[dtype].per_second / 1e12:g}" if dtype in device.rates else "-"
+
+    rates = [rate(dtype) for dtype in ("float32", "tf32", "float16", "bfloat16")]
+    ((_, bandwidth, *others, sources),) = tables(device.name)
+    assert [bandwidth, *others] == [f"{device.bandwidth.per_second / 1e9:g}", *rates]
+    assert sources.startswith(device.bandwidth.source)
+
+
+def test_the_documented_comparison_is_that_of_the_result_file() -> None:
+    compared = json.loads((DOCS / "results" / "cost_model.json").read_text())
+    assert compared["costs"] == dataclasses.asdict(ASSUMED)
+    rows = [
+        [
+            row["what"],
+            row["device"],
+            str(row["batch_size"]),
+            f"{row['ratio']:.2f}",
+            f"{row['predicted']:.2f}",
+            "{:.2f} to {:.2f}".format(*row["predicted_range"]),
+            f"{row['off_by_percent']:+.0f}%",
+        ]
+        for row in compared["releases"]["4.26.1"]["rows"]
+    ]
+    assert tables("evaluation") + tables("decoder step") == rows
 
 
 def test_a_device_is_found_however_it_is_written() -> None:
