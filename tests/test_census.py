@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import contextlib
+import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -7,10 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from torch.nn.modules import module
 
 from t5fastpatch import T5FastPatchError
-from t5fastpatch.measure.census import Census, census
-from t5fastpatch.measure.workloads import Workload, decoder_step, workloads_for
+from t5fastpatch.measure.census import Census, Work, census
+from t5fastpatch.measure.fake import fake_cuda_census, shapes_only, without_data
+from t5fastpatch.measure.workloads import Workload, decoder_step, encoder_inputs, forward, workloads_for
 
 Figures = tuple[int, int, int]
 
@@ -204,7 +209,7 @@ def test_host_scalars_are_operations() -> None:
 
 
 def test_an_operation_of_a_library_is_expanded() -> None:
-    @torch.library.custom_op("t5fastpatch_test::hidden", mutates_args=())
+    @torch.library.custom_op("t5fastpatch_test::hidden", mutates_args=(), schema="(Tensor x) -> Tensor")
     def hidden(x: torch.Tensor) -> torch.Tensor:
         return (x + 1) * 2
 
@@ -213,7 +218,7 @@ def test_an_operation_of_a_library_is_expanded() -> None:
 
 
 def test_an_operation_of_a_library_that_calls_nothing_is_one() -> None:
-    @torch.library.custom_op("t5fastpatch_test::opaque", mutates_args=("x",))
+    @torch.library.custom_op("t5fastpatch_test::opaque", mutates_args=("x",), schema="(Tensor(a!) x) -> ()")
     def opaque(x: torch.Tensor) -> None:
         x.numpy()[:] = 0
 
@@ -230,15 +235,238 @@ def test_the_difference_names_what_one_call_does_more() -> None:
 
 def test_the_dict_holds_every_figure() -> None:
     figures = census(lambda: torch.ones(2).half()).to_dict()
-    assert figures == {
+    whole = {
         "ops": 2,
         "leaf_ops": 2,
+        "views": 0,
         "casts": 1,
         "syncs": 0,
         "host_scalars": 0,
+        "bytes_read": 8,
+        "bytes_written": 12,
+        "flops": 0,
+        "flops_by_dtype": {},
+        "fp32_share": None,
         "by_op": {"ones.default": 1, "_to_copy.default": 1},
         "leaf_by_op": {"ones.default": 1, "_to_copy.default": 1},
+        "sync_sites": {},
     }
+    assert figures == {**whole, "by_module": {"": whole}}
+
+
+def test_the_dict_is_plain_data(tiny: Any) -> None:
+    figures = counted(decoder_step(tiny.half(), batch())).to_dict()
+    assert json.loads(json.dumps(figures)) == figures
+
+
+def test_every_synchronisation_has_its_place() -> None:
+    def waits() -> bool:
+        return bool(FLAG) and NUMBERS.tolist() == [1.0, 0.0, 2.0]
+
+    found = census(waits)
+    line = waits.__code__.co_firstlineno + 1
+    assert found.sync_sites == {f"test_census.py:{line} waits": 2}
+    assert found.syncs == 2
+
+
+def test_a_place_inside_of_torch_is_that_of_its_caller() -> None:
+    # The waiting itself happens in a line of torch/functional.py.
+    (place,) = census(lambda: torch.unique_consecutive(NUMBERS)).sync_sites
+    assert re.fullmatch(r"test_census\.py:\d+ <lambda>", place)
+
+
+X, Y = torch.ones(4, 6), torch.ones(6)
+TABLE = torch.ones(100, 8, dtype=torch.float16)
+ROWS, VALUES = torch.tensor([3, 3, 5]), TABLE[:3].clone()
+
+# (call, bytes read, bytes written)
+TRAFFIC: dict[str, tuple[Callable[[], object], int, int]] = {
+    "elementwise": (lambda: X + 1, 96, 96),
+    "broadcast": (lambda: X + Y, 96 + 24, 96),
+    "expanded": (lambda: Y.expand(4, 6) * 2, 24, 96),
+    "a part": (lambda: X[:, :3] * 2, 48, 48),
+    "the same twice": (lambda: X * X, 96, 96),
+    "windows that overlap": (lambda: Y.unfold(0, 3, 1) * 2, 24, 48),
+    "one strided row": (lambda: X[:, 0] * 2, 16, 16),
+    "in place": (lambda: X.mul_(1), 96, 96),
+    "overwriting": (lambda: X.copy_(Y), 24, 96),
+    "filling": (lambda: X.fill_(1), 0, 96),
+    "into an argument": (lambda: torch.add(X, 0, out=X), 96, 96),
+    "cast": (lambda: X.half(), 96, 48),
+    "several": (lambda: torch.cat([X, X[:2]]), 96 + 48, 144),
+    "reduction": (lambda: X.sum(), 96, 4),
+    "rows of a table": (lambda: F.embedding(ROWS, TABLE), 24 + 48, 48),
+    "rows by index": (lambda: TABLE[ROWS], 24 + 48, 48),
+    "rows into a table": (lambda: TABLE.index_copy_(0, ROWS, VALUES), 24 + 48, 48),
+    "allocation": (lambda: torch.empty(4, 6), 0, 0),
+    "product": (lambda: X @ X.t(), 96, 64),
+    "view": (lambda: X.t(), 0, 0),
+}
+
+
+@pytest.mark.parametrize("name", TRAFFIC)
+def test_bytes_are_those_of_the_storage_that_is_covered(name: str) -> None:
+    call, read, written = TRAFFIC[name]
+    found = census(call)
+    assert (found.bytes_read, found.bytes_written) == (read, written)
+
+
+def test_a_composite_moves_its_own_inputs_and_output() -> None:
+    x, weight = torch.ones(2, 8, dtype=torch.float16), torch.ones(8, dtype=torch.float16)
+    found = census(lambda: F.rms_norm(x, (8,), weight, 1e-6))
+    assert (found.bytes_read, found.bytes_written, found.flops) == (32 + 16, 32, 0)
+    q, kv = torch.ones(2, 4, 1, 16), torch.ones(2, 4, 8, 16)
+    bias = torch.zeros(1, 4, 1, 8).expand(2, 4, 1, 8)
+    found = census(lambda: F.scaled_dot_product_attention(q, kv, kv, attn_mask=bias))
+    assert (found.bytes_read, found.bytes_written) == (512 + 4096 + 128, 512)
+    assert found.flops == 2 * (2 * 2 * 4 * 1 * 8 * 16)
+
+
+def test_an_allocation_is_no_kernel() -> None:
+    found = census(lambda: torch.empty(3).fill_(1))
+    assert (found.ops, found.kernels.total()) == (2, 1)
+
+
+# (call, FLOPs): two for each multiplication and addition.
+PRODUCTS: dict[str, tuple[Callable[[], object], int]] = {
+    "mm": (lambda: X @ X.t(), 2 * 4 * 6 * 4),
+    "addmm": (lambda: torch.addmm(Y, X, torch.ones(6, 6)), 2 * 4 * 6 * 6),
+    "linear": (lambda: F.linear(X[None], X, torch.ones(4)), 2 * 4 * 6 * 4),
+    "bmm": (lambda: torch.bmm(X[None], X.t()[None]), 2 * 4 * 6 * 4),
+    "baddbmm": (lambda: torch.baddbmm(torch.ones(1, 4, 4), X[None], X.t()[None]), 2 * 4 * 6 * 4),
+    "matmul": (lambda: torch.ones(2, 3, 4, 6) @ X.t(), 2 * 2 * 3 * 4 * 6 * 4),
+    "attention": (lambda: F.scaled_dot_product_attention(X[None], X[None], X[None]), 2 * (2 * 4 * 6 * 4)),
+    "no product": (lambda: X * X, 0),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_flops_are_those_of_matrix_products(name: str) -> None:
+    call, flops = PRODUCTS[name]
+    assert census(call).flops == flops
+
+
+def test_products_are_told_apart_by_dtype() -> None:
+    half = X.half()
+    found = census(lambda: (X @ X.t(), half @ half.t(), half @ half.t(), half @ half.t()))
+    assert found.flops_by_dtype == {"float32": 192, "float16": 3 * 192}
+    assert found.fp32_share == 0.25
+    assert census(lambda: X + 1).fp32_share is None
+
+
+def test_half_a_model_in_fp32_shows_in_the_share(tiny: Any) -> None:
+    assert counted(decoder_step(tiny, batch())).fp32_share == 1
+    assert counted(decoder_step(tiny.half(), batch())).fp32_share == 0
+
+
+def test_work_is_assigned_to_the_module_that_does_it(tiny: Any) -> None:
+    found = census(decoder_step(tiny, batch()).prepare(), tiny)
+    assert "decoder.block.0.layer.1.EncDecAttention" in found.by_module
+    query = found.by_module["decoder.block.1.layer.0.SelfAttention.q"]
+    assert (query.ops, query.flops) == (1, 2 * 2 * 32 * 32)
+    assert not any(path.startswith("encoder") for path in found.by_module)
+
+
+def test_modules_add_up_to_the_call(tiny: Any) -> None:
+    found = census(decoder_step(tiny.half(), batch()).prepare(), tiny)
+    assert sum(found.by_module.values(), Work()).figures() == found.figures() == found.within("").figures()
+    blocks = [found.within(f"decoder.block.{number}").ops for number in (0, 1)]
+    assert blocks[0] > blocks[1] > found.within("decoder.block.1.layer.0").ops > 0
+    assert sum(blocks) < found.within("decoder").ops
+    assert found.within("decoder.block.7") == Work()
+
+
+def test_without_a_model_paths_begin_with_a_class(tiny: Any) -> None:
+    paths = counted(decoder_step(tiny, batch())).by_module
+    assert "T5ForConditionalGeneration.decoder.block.0.layer.1.EncDecAttention" in paths
+    encoders = census(lambda: tiny.encoder(**encoder_inputs(batch()))).by_module
+    assert "T5Stack.block.0.layer.0.SelfAttention.q" in encoders
+
+
+def test_a_module_that_raises_is_left() -> None:
+    class Fails(torch.nn.Module):
+        def forward(self) -> None:
+            raise ZeroDivisionError
+
+    class Recovers(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Fails()
+
+        def forward(self) -> torch.Tensor:
+            with contextlib.suppress(ZeroDivisionError):
+                self.inner()
+            return X + 1
+
+    model = Recovers()
+    assert list(census(model, model).by_module) == [""]
+    with pytest.raises(ZeroDivisionError):
+        census(model.inner)
+    assert not module._global_forward_hooks
+    assert not module._global_forward_pre_hooks
+    assert not module._global_forward_hooks_always_called
+
+
+def test_a_difference_by_figure_and_module() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(6, 6, bias=False), torch.nn.ReLU())
+    other = torch.nn.Sequential(torch.nn.Linear(6, 6, bias=False), torch.nn.Identity())
+    more, less = census(lambda: model(X), model), census(lambda: other(X), other)
+    figures = {"ops": 1, "leaf_ops": 1, "bytes_read": 96, "bytes_written": 96}
+    assert more.figures_difference(less) == figures
+    assert less.figures_difference(more) == {name: -value for name, value in figures.items()}
+    assert more.module_difference(less) == {"1": figures}
+    assert more.module_difference(more) == {}
+
+
+@pytest.mark.parametrize("workload", [forward, decoder_step])
+def test_shapes_alone_give_the_census_of_a_run(tiny: Any, workload: Callable[..., Workload]) -> None:
+    stock = tiny.half()
+    with shapes_only():
+        shape = without_data(stock)
+        without = census(workload(shape, batch()).prepare(), shape)
+    found = census(workload(stock, batch()).prepare(), stock)
+    assert without.flops_by_dtype == found.flops_by_dtype
+    if RELEASE.startswith("4."):  # later ones keep a mask that masks nothing where they cannot look at it
+        assert without == found
+
+
+def test_shapes_alone_need_no_weights_and_touch_no_model() -> None:
+    with torch.device("meta"):
+        stock = t5(vocab_size=96, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4)
+    before = dict(stock.named_parameters())
+    with shapes_only():
+        shape = without_data(stock, torch.float16)
+        assert len(list(shape.parameters())) == len(before)
+        assert counted(decoder_step(shape, batch(5))).fp32_share == 0
+    assert all(before[name] is each for name, each in stock.named_parameters())
+    assert {each.dtype for each in before.values()} == {torch.float32}
+
+
+def test_shapes_alone_answer_that_nothing_is_infinite() -> None:
+    with shapes_only():
+        x = torch.full((3,), float("inf"))
+        assert not torch.isinf(x).any()
+        assert census(lambda: 1 if torch.isinf(x).any() else 0).syncs == 1
+    assert torch.isinf(torch.full((3,), float("inf"))).any()
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this PyTorch is built with CUDA")
+def test_cuda_without_a_cuda_build_is_refused(tiny: Any) -> None:
+    with pytest.raises(T5FastPatchError, match="needs a CUDA build of PyTorch"):
+        fake_cuda_census(tiny, lambda model: lambda: None)
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="this PyTorch is built without CUDA, so it has no CUDA kernels")
+@pytest.mark.skipif(TORCH != "2.13", reason="PyTorch 2.4 asks for a GPU, and rms_norm is one kernel in later ones only")
+def test_cuda_without_a_gpu_shows_its_own_kernels(tiny: Any) -> None:
+    def normed(model: Any) -> Callable[[], object]:
+        weight = model.shared.weight
+        return lambda: F.rms_norm(weight, weight.shape[-1:], weight[0], 1e-6)
+
+    found = fake_cuda_census(tiny, normed)
+    assert found.leaf_by_op == {"_fused_rms_norm.default": 1}
+    assert found.by_op == {"rms_norm": 1}
+    assert tiny.shared.weight.device.type == "cpu"
 
 
 def test_an_error_passes_through_and_leaves_no_mode_behind() -> None:

@@ -83,7 +83,7 @@ class Bench:
     def census(self, variant: Variant) -> Census:
         """The census of one call."""
         with self.entry(variant)() as prepare:
-            return census(prepare())
+            return census(prepare(), self._workload(variant.precision).module)
 
     def _workload(self, precision: Precision) -> Workload:
         """The stock model's, so that every variant of it starts from the same state."""

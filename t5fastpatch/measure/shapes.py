@@ -12,7 +12,14 @@ import transformers
 from ..errors import NotFoundError
 
 _T5 = {"decoder_start_token_id": 0, "vocab_size": 32128}
-_GATED = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
+_XXL = {
+    **_T5,
+    "d_model": 4096,
+    "d_ff": 10240,
+    "num_heads": 64,
+    "feed_forward_proj": "gated-gelu",
+    "tie_word_embeddings": False,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,16 +43,13 @@ SHAPES = {
         "T5Config",
         {**_T5, "d_model": 1024, "d_ff": 4096, "num_layers": 24, "num_heads": 16},
     ),
-    "t5-xxl-encoder-8": Shape(
-        "T5EncoderModel",
-        "T5Config",
-        {**_T5, **_GATED, "d_model": 4096, "d_ff": 10240, "num_layers": 8, "num_heads": 64},
-    ),
+    "t5-xxl-encoder": Shape("T5EncoderModel", "T5Config", {**_XXL, "num_layers": 24}),
+    "t5-xxl-encoder-8": Shape("T5EncoderModel", "T5Config", {**_XXL, "num_layers": 8}),
     "mbart": Shape("MBartForConditionalGeneration", "MBartConfig", {"vocab_size": 32128, "decoder_start_token_id": 2}),
     "bert": Shape("BertModel", "BertConfig", {}),
     "gpt2": Shape("GPT2LMHeadModel", "GPT2Config", {}),
 }
-"""The XXL encoder is cut to 8 of its 24 layers; the last three are controls, to which no patch applies."""
+"""`t5-xxl-encoder-8` has 8 of its 24 layers; the last three are controls, to which no patch applies."""
 
 
 def random_model(shape: str, device: torch.device, seed: int = 0, **sizes: Any) -> Any:
