@@ -103,7 +103,7 @@ def timed(
             "host_scalars": 3 if stock32 else 39 - 9 * len(row["patches"]),
             "bytes_read": 1_234_567 * batch,
             "bytes_written": 345_678 * batch,
-            "flops": {"float32": 2_500_000_000 * batch}
+            "flops_by_dtype": {"float32": 2_500_000_000 * batch}
             if stock32
             else {"float16": 2_400_000_000 * batch, "float32": 100_000_000},
         }

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy
 
-from .statistics import CLAIM, CONFIDENCE, interval, ratio_of, resampled
+from .statistics import CLAIM, CONFIDENCE, LEAST_ROUNDS, interval, ratio_of, resampled, resampled_medians
 
 Coalition = frozenset[str]
 Order = tuple[str, ...]
@@ -34,7 +34,7 @@ class Share:
         share: a patch's Shapley value, or the saving of all.
         low: the interval's lower end; from the rounds of timing alone.
         high: its upper end.
-        measurable: whether the 99% interval leaves 0 out.
+        measurable: whether the 99% interval leaves 0 out, over enough rounds to tell.
         sampling_error: standard error of having taken some orders only; `None` where all were taken.
     """
 
@@ -103,7 +103,7 @@ def attribution(seconds: Mapping[Coalition, Sequence[float]], orders: Sequence[O
     for coalition in coalitions(orders):
         ratios = numpy.asarray(seconds[coalition]) / numpy.asarray(baseline)
         saved[coalition] = 1 - ratio_of(seconds[coalition], baseline, seed).median
-        resampled_saved[coalition] = 1 - numpy.median(ratios[drawn], axis=1)
+        resampled_saved[coalition] = 1 - resampled_medians(ratios, drawn)
     shares, estimates = shapley(saved, orders), shapley(resampled_saved, orders)
     exact = len(orders) == math.factorial(len(orders[0]))
     everything = frozenset(orders[0])
@@ -126,7 +126,8 @@ def _added(value: Mapping[Coalition, Any], order: Order, player: str) -> Any:
 def _share(share: float, estimates: Any, rounds: int, sampling_error: float | None) -> Share:
     low, high = interval(estimates, rounds, CONFIDENCE)
     least, most = interval(estimates, rounds, CLAIM)
-    return Share(float(share), low, high, not least <= 0 <= most, sampling_error)
+    claimed = rounds >= LEAST_ROUNDS and not least <= 0 <= most
+    return Share(float(share), low, high, claimed, sampling_error)
 
 
 def _error(value: Mapping[Coalition, float], orders: Sequence[Order], patch: str) -> float:

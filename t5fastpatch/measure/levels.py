@@ -12,7 +12,7 @@ from typing import Any
 from ..registry import Patch
 from .bench import Bench
 from .cells import Cell
-from .census import census
+from .census import Census, census
 from .micro import micro_ops
 from .precision import Precision
 from .profiler import profile_call
@@ -70,11 +70,16 @@ class Model(Level):
         # A generation is the same decoder step many times, and a compiled region runs eagerly under a census.
         if self._cell.level != "stack" or self._cell.compiled or not variant.shown:
             return {}
-        found: dict[str, Any] = {"census": self._bench.census(variant).to_dict()}
+        found: dict[str, Any] = {"census": _totals(self._bench.census(variant))}
         if variant.state == "stock" or ALL in (variant.name, variant.same_as):
             with self.entry(variant)() as prepare:
                 found["categories"] = profile_call(prepare, self._subject.device).by_category()
         return found
+
+
+def _totals(found: Census) -> dict[str, Any]:
+    """Without the modules, which would be most of the file; `t5fastpatch profile` has them."""
+    return {name: value for name, value in found.to_dict().items() if name != "by_module"}
 
 
 class Micro(Level):
@@ -105,7 +110,7 @@ class Micro(Level):
 
     def more(self, variant: Variant) -> dict[str, Any]:
         with self.entry(variant)() as prepare:
-            return {"census": census(prepare()).to_dict()}
+            return {"census": _totals(census(prepare()))}
 
 
 class Trainer(Level):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from .statistics import Ratio, ratio_of, widest
+from .statistics import LEAST_ROUNDS, Ratio, ratio_of, widest
 
 Prepare = Callable[[], Callable[[], object]]
 Entry = Callable[[], AbstractContextManager[Prepare]]
@@ -31,14 +31,14 @@ class Limits:
 
     Attributes:
         rounds: how many at most.
-        min_rounds: how many whatever else is said; below 8 no interval is wide enough to be trusted at 99%.
+        min_rounds: how many whatever else is said.
         width: no further round is begun once every variant's 95% interval is this narrow, as a fraction of the
             baseline's time; 0 for never.
         budget_s: nor after this many seconds, warm-up included.
     """
 
     rounds: int = 20
-    min_rounds: int = 8
+    min_rounds: int = LEAST_ROUNDS
     width: float = 0.01
     budget_s: float = math.inf
 

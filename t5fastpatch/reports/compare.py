@@ -194,7 +194,7 @@ def _counts(pair: _Rows) -> Iterator[dict[str, Any]]:
 
 def _flat(census: dict[str, Any]) -> dict[str, Any]:
     """Every count of a census; what it has by operation or module is the same again, in parts."""
-    flops = {f"flops in {dtype}": count for dtype, count in (census.get("flops") or {}).items()}
+    flops = {f"flops in {dtype}": count for dtype, count in (census.get("flops_by_dtype") or {}).items()}
     return {**{what: count for what, count in census.items() if is_number(count)}, **flops}
 
 

@@ -190,7 +190,7 @@ def _bytes(census: dict[str, Any]) -> str:
 
 
 def _flops(census: dict[str, Any]) -> str:
-    flops = census.get("flops") or {}
+    flops = census.get("flops_by_dtype") or {}
     return " + ".join(f"{figure(count / 1e9)} {text_of(dtype)}" for dtype, count in sorted(flops.items())) or NOTHING
 
 
