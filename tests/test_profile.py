@@ -17,7 +17,7 @@ from torch.nn.modules import module as torch_module
 from t5fastpatch import T5FastPatchError, patched, status
 from t5fastpatch.cli_profile import profile
 from t5fastpatch.measure.categories import CATEGORIES, category
-from t5fastpatch.measure.census import Census
+from t5fastpatch.measure.census import Census, census
 from t5fastpatch.measure.host_profile import BUILT_IN, host_profiles
 from t5fastpatch.measure.profile import Op, Profile, combined
 from t5fastpatch.measure.profile_diff import diff
@@ -369,8 +369,8 @@ def test_a_patched_function_stands_beside_upstream_s(t5: Any) -> None:
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    if not hasattr(Census, "sync_sites"):
-        sites = property(lambda census: Counter({"modeling_t5.py:1 forward": 2}))
+    if not hasattr(census(lambda: None), "sync_sites"):
+        sites = property(lambda _: Counter({"modeling_t5.py:1 forward": 2}))
         monkeypatch.setattr(Census, "sync_sites", sites, raising=False)
     app = typer.Typer(pretty_exceptions_enable=False)
     app.command()(profile)
