@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -12,15 +13,17 @@ import pytest
 import torch
 import typer
 import zoo
+from rich.console import Console
 from torch.nn.modules import module as torch_module
 
 from t5fastpatch import T5FastPatchError, patched, status
 from t5fastpatch.cli_profile import profile
 from t5fastpatch.measure.categories import CATEGORIES, category
-from t5fastpatch.measure.census import Census
+from t5fastpatch.measure.census import Census, census
 from t5fastpatch.measure.host_profile import BUILT_IN, host_profiles
 from t5fastpatch.measure.profile import Op, Profile, combined
 from t5fastpatch.measure.profile_diff import diff
+from t5fastpatch.measure.profile_report import Profiled, tables
 from t5fastpatch.measure.profiler import CALL, profile_call, summary
 from t5fastpatch.measure.tensor_cores import uses_tensor_cores
 from t5fastpatch.registry import State
@@ -119,6 +122,19 @@ def test_launches_and_waits_are_counted_where_the_host_makes_them() -> None:
 def test_tensor_core_shares_are_of_kernels_and_of_their_time() -> None:
     assert summary([cuda_call()], "cuda", wall=1e-3).tensor_core_shares() == pytest.approx((1 / 3, 30 / 38))
     assert summary([range_(CALL)], "cuda", wall=1e-3).tensor_core_shares() == (0.0, 0.0)
+
+
+def test_a_report_on_cuda_tells_of_kernels_waits_and_tensor_cores() -> None:
+    found = Profiled("stock fp16", summary([cuda_call()], "cuda", wall=1e-3), Counter())
+    console = Console(width=110, file=io.StringIO())
+    for table in tables([found, found], top=5):
+        console.print(table)
+    lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in console.file.getvalue().splitlines()]
+    assert ["matrix products", "1", "0.030", "75%", "1", "0.030", "75%", "+0.000"] in lines
+    assert ["launches by the host", "3", "3"] in lines
+    assert ["kernels' time on tensor cores", "79%", "79%"] in lines
+    assert ["the device waits", "", "0.960", "", "", "0.960", "", "+0.000"] in lines
+    assert ["matrix products", GEMM, "yes", "1", "0.030"] in lines
 
 
 @pytest.mark.parametrize(
@@ -369,8 +385,8 @@ def test_a_patched_function_stands_beside_upstream_s(t5: Any) -> None:
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    if not hasattr(Census, "sync_sites"):
-        sites = property(lambda census: Counter({"modeling_t5.py:1 forward": 2}))
+    if not hasattr(census(lambda: None), "sync_sites"):
+        sites = property(lambda _: Counter({"modeling_t5.py:1 forward": 2}))
         monkeypatch.setattr(Census, "sync_sites", sites, raising=False)
     app = typer.Typer(pretty_exceptions_enable=False)
     app.command()(profile)

@@ -47,9 +47,9 @@ class Difference:
 
 
 def diff(a: Profile, b: Profile) -> list[Difference]:
-    """Every op of either profile, by kind, and of each kind the one first whose time differs most."""
+    """Every op of either profile, by kind, and of each kind the one first that takes longest."""
     ours, theirs = ({op.key: op for op in profile.ops} for profile in (a, b))
     differences = [
         Difference(ours.get(key, Op(*key, 0.0, 0.0)), theirs.get(key, Op(*key, 0.0, 0.0))) for key in {**ours, **theirs}
     ]
-    return sorted(differences, key=lambda each: (KINDS.index(each.kind), -abs(each.seconds)))
+    return sorted(differences, key=lambda each: (KINDS.index(each.kind), -max(each.a.seconds, each.b.seconds)))

@@ -119,7 +119,7 @@ def summary(events: Iterable[Any], device: str, wall: float, event_cost: float =
     seconds_of = _host_seconds if device == "cpu" else _device_seconds
     ops = _grouped(((op.category, op.name), seconds_of(op, event_cost)) for op in found)
     kernels = _grouped(kernel for op in found for kernel in _kernels(op))
-    return Profile(
+    profile = Profile(
         device,
         1,
         wall,
@@ -128,6 +128,7 @@ def summary(events: Iterable[Any], device: str, wall: float, event_cost: float =
         profile_events.launches(call),
         profile_events.waits(call),
     )
+    return combined([profile])
 
 
 def _grouped(pairs: Iterable[tuple[Key, Value]]) -> dict[Key, list[Value]]:
