@@ -23,9 +23,9 @@ import transformers
 
 from t5fastpatch import patched
 from t5fastpatch.measure.census import Work, census
-from t5fastpatch.measure.cost import ASSUMED, Costs, Prediction, predict
-from t5fastpatch.measure.devices import DEVICES
-from t5fastpatch.measure.fake import shapes_only, without_data
+from t5fastpatch.measure.census.fake import shapes_only, without_data
+from t5fastpatch.measure.cost.devices import DEVICES
+from t5fastpatch.measure.cost.model import ASSUMED, Costs, Prediction, predict
 from t5fastpatch.measure.workloads import decoder_step, forward, generate
 
 RESULT = Path(__file__).parents[1] / "docs" / "results" / "cost_model.json"

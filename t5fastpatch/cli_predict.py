@@ -1,4 +1,4 @@
-"""The command `predict`: options and output; the work is in measure/forecast.py."""
+"""The command `predict`: options and output; the work is in measure/cost/forecast.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .errors import NotFoundError, T5FastPatchError
 if TYPE_CHECKING:
     from torch import nn
 
-    from .measure.forecast import Cell, Sizes
+    from .measure.cost.forecast import Cell, Sizes
     from .measure.precision import Precision
 
 TITLE = "Predicted, not measured"
@@ -41,8 +41,8 @@ def predict(
 ) -> None:
     """Predict times on GPUs, stock and patched, from a model's configuration. Needs no GPU and no weights."""
     # Imported here, so that the command's help needs no torch.
-    from .measure.devices import DEVICES, device_named
-    from .measure.forecast import Sizes, forecast
+    from .measure.cost.devices import DEVICES, device_named
+    from .measure.cost.forecast import Sizes, forecast
 
     if json is not None and not json.parent.is_dir():
         raise T5FastPatchError(f"cannot write {str(json)!r}: there is no directory {str(json.parent)!r}")
@@ -138,7 +138,7 @@ def _json(name: str, sizes: Sizes, cells: list[Cell]) -> str:
     import torch
     import transformers
 
-    from .measure.cost import ASSUMED
+    from .measure.cost.model import ASSUMED
 
     document = {
         "what": TITLE,

@@ -1,4 +1,4 @@
-"""The command `profile`: options and output; the work is in measure/profile.py and its neighbours."""
+"""The command `profile`: options and output; the work is in measure/profiling/profile.py and its neighbours."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .loading import quiet
 if TYPE_CHECKING:
     from .measure.cells import Cell
     from .measure.precision import Precision
-    from .measure.profile_report import Profiled
+    from .measure.profiling.report import Profiled
     from .measure.subject import Subject
     from .measure.variants import Variant
 
@@ -95,7 +95,7 @@ def _report(subject: Subject, cell: Cell, variants: Sequence[Profiled], top: int
     from rich.console import Console
 
     from .measure.environment import environment
-    from .measure.profile_report import print_report, to_dict
+    from .measure.profiling.report import print_report, to_dict
 
     about = {"model": subject.name, **dataclasses.asdict(cell), "environment": environment(subject.device)}
     console = Console()
@@ -109,9 +109,9 @@ def _profiled(subject: Subject, cell: Cell, variants: Sequence[Variant], how: _H
     import torch
 
     from .measure.bench import Bench
-    from .measure.host_profile import host_profiles
-    from .measure.profile_report import Profiled
-    from .measure.profiler import profile_variants, write_trace
+    from .measure.profiling.host_profile import host_profiles
+    from .measure.profiling.profiler import profile_variants, write_trace
+    from .measure.profiling.report import Profiled
 
     names = [variant.name for variant in variants]
     if len(set(names)) < len(names):

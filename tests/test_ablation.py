@@ -13,22 +13,23 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 import torch
 import transformers
-from t5fastpatch.measure.report import to_dict, to_json
-from tiny import save_model, save_tokenizer
+from tiny import save_model
 
-from t5fastpatch import T5FastPatchError, list_patches, patched, status
+from t5fastpatch import T5FastPatchError, list_patches, status
 from t5fastpatch.cli import main
 from t5fastpatch.measure.ablation import run
-from t5fastpatch.measure.quality import OutputTally, agreement, trimmed
+from t5fastpatch.measure.record import finite
 from t5fastpatch.measure.settings import Settings
-from t5fastpatch.measure.subject import load
-from t5fastpatch.measure.variants import plan
-from t5fastpatch.registry import Contract, Patch, Role, State
+from t5fastpatch.registry import State
 from t5fastpatch.report import Report
-from t5fastpatch.report import Row as ReportRow
 
-QUICK = ["--max-new-tokens", "4", "--batch-size", "4", "--rounds", "2", "--threads", "1", "--time-budget", "0"]
-WORKLOADS = ["forward", "decoder_step", "generate"]
+QUICK = [
+    *("--lengths", "16/4", "--batch-size", "4", "--rounds", "2", "--min-rounds", "2"),
+    *("--threads", "1", "--time-budget", "0"),
+]
+ONCE: dict[str, Any] = {"rounds": 2, "min_rounds": 2, "time_budget": 0, "threads": 1, "lengths": ((16, 4),)}
+WORKLOADS = ["forward", "decoder_step", "greedy"]
+Result = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
@@ -50,66 +51,95 @@ def usable(model: Path) -> list[str]:
     return [row.patch for row in rows if row.state in (State.APPLIES, State.UNSAFE)]
 
 
-def rows_of(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    return {row["name"]: row for row in result["rows"]}
+def cell_of(result: Any, workload: str) -> Result:
+    found: Result = next(cell for cell in result["cells"] if cell["cell"]["workload"] == workload)
+    return found
 
 
-def test_every_variant_has_a_row(model: Path, result: dict[str, Any]) -> None:
+def rows_of(result: Any, workload: str) -> dict[str, Result]:
+    return {row["variant"]: row for row in cell_of(result, workload)["rows"]}
+
+
+def test_every_workload_is_a_cell_and_every_variant_a_row(model: Path, result: Result) -> None:
     expected = ["stock fp32", "stock fp16", *(patch.name for patch in list_patches()), "all"]
     names = usable(model)
     if len(names) > 2:
         expected += [f"all but {name}" for name in names]
-    assert [row["name"] for row in result["rows"]] == expected
-    assert rows_of(result)["all"]["patches"] == names
+    assert [cell["cell"]["workload"] for cell in result["cells"]] == [*WORKLOADS, "results"]
+    for cell in result["cells"]:
+        assert [row["variant"] for row in cell["rows"]] == expected
+    assert rows_of(result, "forward")["all"]["patches"] == names
 
 
-def test_a_patch_with_nothing_to_do_has_a_row_that_says_so(model: Path, result: dict[str, Any]) -> None:
+def test_a_patch_with_nothing_to_do_has_a_row_that_says_so(model: Path, result: Result) -> None:
     rest = {patch.name for patch in list_patches()} - set(usable(model))
-    assert {row["name"] for row in result["rows"] if not row["measured"]} == rest
-    for name in rest:
-        row = rows_of(result)[name]
-        assert row["state"] in (State.UPSTREAM.value, State.ABSENT.value)
-        assert (row["census"], row["timing"], row["quality"]) == (None, {}, None)
+    for cell in result["cells"]:
+        assert {row["variant"] for row in cell["rows"] if not row["measured"]} == rest
+        for row in cell["rows"]:
+            if row["variant"] in rest:
+                assert row["state"] in (State.UPSTREAM.value, State.ABSENT.value)
+                assert (row["census"], row["seconds"], row["quality"]) == (None, None, None)
 
 
-def test_every_measured_row_is_complete(result: dict[str, Any]) -> None:
-    for row in result["rows"]:
-        if row["measured"]:
-            assert list(row["timing"]) == WORKLOADS
-            for timing in row["timing"].values():
-                for ratio in (timing["to_half"], timing["to_fp32"]):
-                    assert 0 < ratio["low"] <= ratio["median"] <= ratio["high"]
-            assert None not in row["quality"].values()
-            assert row["census"]["ops"] > 0
-            assert set(row["quality"]["bleu_by_task"]) == {
-                "translate English to German:",
-                "translate English to French:",
-            }
-
-
-def test_the_baselines_are_beside_themselves(result: dict[str, Any]) -> None:
-    fp32, fp16 = rows_of(result)["stock fp32"], rows_of(result)["stock fp16"]
+def test_every_measured_row_is_complete(result: Result) -> None:
     for workload in WORKLOADS:
-        assert fp32["timing"][workload]["to_fp32"] == {"median": 1.0, "low": 1.0, "high": 1.0}
-        assert fp16["timing"][workload]["to_half"] == {"median": 1.0, "low": 1.0, "high": 1.0}
-    assert (fp32["quality"]["max_difference"], fp32["quality"]["agreement"]) == (0.0, 1.0)
-    assert fp16["quality"]["max_difference"] > 0
-    assert fp16["quality"]["loss"] == pytest.approx(fp32["quality"]["loss"], abs=0.05)
+        for row in filter(lambda row: row["measured"], cell_of(result, workload)["rows"]):
+            assert len(row["seconds"]) == cell_of(result, workload)["rounds"] == 2
+            for ratio in (row["to_half"], row["to_fp32"]):
+                assert 0 < ratio["low"] <= ratio["median"] <= ratio["high"]
+            assert (row["census"] is None) == (workload == "greedy")
+            stock_or_all = row["state"] == "stock" or "all" in (row["variant"], row["label"])
+            assert (row["categories"] is None) == (workload == "greedy" or not stock_or_all)
+    for row in filter(lambda row: row["measured"], cell_of(result, "results")["rows"]):
+        assert None not in row["quality"].values()
+        assert set(row["quality"]["bleu_by_task"]) == {
+            "translate English to German:",
+            "translate English to French:",
+        }
 
 
-def test_all_patches_together_cost_fewer_operations_and_casts_than_stock(result: dict[str, Any]) -> None:
-    stock, everything = (rows_of(result)[name]["census"] for name in ("stock fp16", "all"))
-    assert everything["ops"] < stock["ops"]
-    assert everything["casts"] < stock["casts"]
+def test_the_baselines_are_beside_themselves(result: Result) -> None:
+    one = {"median": 1.0, "low": 1.0, "high": 1.0, "measurable": False}
+    for workload in WORKLOADS:
+        rows = rows_of(result, workload)
+        assert rows["stock fp32"]["to_fp32"] == one
+        assert rows["stock fp16"]["to_half"] == one
+    fp32, fp16 = (rows_of(result, "results")[name]["quality"] for name in ("stock fp32", "stock fp16"))
+    assert (fp32["max_difference"], fp32["agreement"]) == (0.0, 1.0)
+    assert fp16["max_difference"] > 0
+    assert fp16["loss"] == pytest.approx(fp32["loss"], abs=0.05)
 
 
-def test_the_json_says_where_and_how_it_was_measured(result: dict[str, Any]) -> None:
-    assert result["environment"]["transformers"] == transformers.__version__
-    assert {"python", "torch", "t5fastpatch", "device_name", "threads", "platform"} <= set(result["environment"])
-    assert result["environment"]["threads"] == 1
-    assert result["settings"]["max_new_tokens"] == 4
-    assert (result["sentences"], result["batch_size"]) == (10, 4)
-    assert result["rounds"] == dict.fromkeys(WORKLOADS, 2)
+def test_all_patches_together_cost_fewer_operations_and_casts_than_stock(result: Result) -> None:
+    for workload in ("forward", "decoder_step"):
+        stock, everything = (rows_of(result, workload)[name]["census"] for name in ("stock fp16", "all"))
+        assert everything["ops"] < stock["ops"]
+        assert everything["casts"] < stock["casts"]
+
+
+def test_the_shares_add_up_to_what_all_patches_save(model: Path, result: Result) -> None:
+    for workload in WORKLOADS:
+        cell = cell_of(result, workload)
+        shares = cell["attribution"]["shares"]
+        assert list(shares) == usable(model)
+        saved = 1 - rows_of(result, workload)["all"]["to_half"]["median"]
+        assert cell["attribution"]["saved"]["median"] == pytest.approx(saved)
+        assert sum(share["share"] for share in shares.values()) == pytest.approx(saved)
+
+
+def test_the_json_says_where_and_how_it_was_measured(result: Result) -> None:
+    about = result["environment"]
+    assert about["transformers"] == transformers.__version__
+    assert {"python", "torch", "t5fastpatch", "device_name", "threads", "platform", "cores", "load"} <= set(about)
+    assert about["threads"] == 1
+    assert result["settings"]["lengths"] == [[16, 4]]
+    assert result["subject"] == {
+        "name": result["settings"]["model"],
+        "parameters": result["subject"]["parameters"],
+        "seq2seq": True,
+        "sentences": str(Path(result["settings"]["model"]) / "heldout.jsonl"),
+    }
+    assert result["subject"]["parameters"] > 10_000
     assert result["failures"] == []
 
 
@@ -122,47 +152,42 @@ def test_the_tables_fit_and_name_every_row(model: Path, capsys: pytest.CaptureFi
     assert max(map(len, tables)) <= 120
     for name in ("stock fp32", "stock fp16", "all", *(patch.name for patch in list_patches())):
         assert any(line.startswith(f"│ {name}") for line in tables)
-    assert "say nothing of half precision on a GPU" in captured.out
-    assert "Results over 4 held-out sentences" in captured.out
+    assert "say nothing of a GPU's fp16" in captured.out
+    assert captured.err.splitlines()[0].startswith("4 cells: about ")
 
 
 def test_chosen_patches_in_bfloat16(model: Path, tmp_path: Path) -> None:
     file = tmp_path / "ablation.json"
     options = ["--patches", "layer_norm,softmax_dtype", "--dtype", "bfloat16", "--json", str(file), *QUICK]
-    assert main(["ablate", "--model", str(model), *options]) == 0
-    names = [row["name"] for row in json.loads(file.read_text())["rows"]]
+    assert main(["ablate", "--model", str(model), "--workloads", "forward", *options]) == 0
+    names = list(rows_of(json.loads(file.read_text()), "forward"))
     assert names[:4] == ["stock fp32", "stock bf16", "softmax_dtype", "layer_norm"]
 
 
 def test_an_encoder_alone_is_measured_by_its_forward(tmp_path: Path) -> None:
     folder = save_model(tmp_path, transformers.T5EncoderModel)
-    result = run(Settings(str(folder), rounds=2, time_budget=0, threads=1))
-    assert result.workloads == ["forward"]
-    assert result.counted == "forward"
-    quality = result.rows[1].quality
-    assert quality is not None
-    assert quality.max_difference > 0
-    assert (quality.loss, quality.bleu, quality.gen_len, quality.agreement) == (None,) * 4
+    result = run(Settings(model=str(folder), **ONCE))
+    assert [cell["cell"]["workload"] for cell in result["cells"]] == ["forward", "results"]
+    quality = rows_of(result, "results")["stock fp16"]["quality"]
+    assert quality["max_difference"] > 0
+    assert (quality["loss"], quality["bleu"], quality["gen_len"], quality["agreement"]) == (None,) * 4
 
 
 def test_without_references_there_is_neither_loss_nor_bleu(tmp_path: Path) -> None:
     folder = save_model(tmp_path, references=False)
-    result = run(Settings(str(folder), patches=("layer_norm",), rounds=2, time_budget=0, max_new_tokens=4, threads=1))
-    quality = result.rows[1].quality
-    assert quality is not None
-    assert (quality.loss, quality.bleu) == (None, None)
-    assert quality.agreement is not None
+    result = run(Settings(model=str(folder), patches=("layer_norm",), workloads=("results",), **ONCE))
+    quality = rows_of(result, "results")["stock fp16"]["quality"]
+    assert (quality["loss"], quality["bleu"]) == (None, None)
+    assert quality["agreement"] is not None
 
 
 def test_overflow_is_reported_as_it_is(tmp_path: Path) -> None:
     folder = save_model(tmp_path, scale=1e5)
-    settings = Settings(str(folder), patches=("skip_inf_check",), rounds=2, time_budget=0, max_new_tokens=4, threads=1)
-    result = run(settings)
-    written = json.loads(to_json(result), parse_constant=pytest.fail)
-    quality = rows_of(written)["skip_inf_check"]["quality"]
+    settings = Settings(model=str(folder), patches=("skip_inf_check",), workloads=("results",), **ONCE)
+    written = json.loads(json.dumps(finite(run(settings)), allow_nan=False))
+    quality = rows_of(written, "results")["skip_inf_check"]["quality"]
     assert quality["nonfinite"] > 0
     assert (quality["max_difference"], quality["loss"]) == ("nan", "nan")
-    assert to_dict(result) == written
 
 
 def bad(capsys: pytest.CaptureFixture[str], *options: str) -> str:
@@ -190,23 +215,40 @@ def test_a_hub_name_without_a_hub(capsys: pytest.CaptureFixture[str]) -> None:
     assert bad(capsys, "--model", "nobody/no-such-model").startswith("error: cannot load 'nobody/no-such-model': ")
 
 
-def test_a_model_that_is_not_t5(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    config = transformers.BartConfig(
-        vocab_size=32, d_model=16, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=16, decoder_ffn_dim=16
-    )
-    transformers.BartForConditionalGeneration(config).save_pretrained(tmp_path)
-    save_tokenizer(tmp_path)
-    assert "no module of the T5 family" in bad(capsys, "--model", str(tmp_path))
-
-
 def test_an_unknown_dtype(capsys: pytest.CaptureFixture[str], model: Path) -> None:
     line = bad(capsys, "--model", str(model), "--dtype", "float8")
-    assert line.startswith("error: no half-precision dtype is called 'float8': there are float16, ")
+    assert line.startswith("error: no precision is called 'float8': there are fp32, ")
 
 
 def test_an_unknown_device(capsys: pytest.CaptureFixture[str], model: Path) -> None:
     assert bad(capsys, "--model", str(model), "--device", "abacus").startswith("error: no device 'abacus' here: ")
     assert "not on 'meta'" in bad(capsys, "--model", str(model), "--device", "meta")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--workloads", "forwards"], "no workload or level is called 'forwards': there are micro, stack, "),
+        (["--attention", "flash"], "no attention implementation is called 'flash': there are default, eager, sdpa"),
+        (["--preset", "fast"], "there is no preset 'fast': there are quick, report, full"),
+        (["--shape", "t5-tiny"], "name a model or a shape, not both"),
+        (["--batch-size", "0"], "'0' is no number of one or more: write --batch-size 1,8,64"),
+        (["--lengths", "12x128"], "'12x128' is no number of one or more: write --lengths 128/64,512/512"),
+        (["--lengths", "12/1"], "a target has two tokens or more"),
+        (["--compile", "yes"], "--compile is on, off or both with a comma, not 'yes'"),
+        (["--text", "random"], "--text is sentences or full, not 'random'"),
+        (["--workloads", "decoder_step", "--compile", "on", "--dtype", "tf32"], "none of these workloads makes sense"),
+    ],
+)
+def test_what_cannot_be_measured(
+    capsys: pytest.CaptureFixture[str], model: Path, options: list[str], said: str
+) -> None:
+    capsys.readouterr()
+    assert main(["ablate", "--model", str(model), *QUICK, *options]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(f"error: {said}")
+    assert len(captured.err.splitlines()) == 1
 
 
 def test_an_unknown_patch(capsys: pytest.CaptureFixture[str], model: Path) -> None:
@@ -223,7 +265,7 @@ def test_a_json_file_that_cannot_be_written(capsys: pytest.CaptureFixture[str], 
 def test_a_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
     monkeypatch.setitem(sys.modules, "sacrebleu", None)
     with pytest.raises(T5FastPatchError, match=r"sacrebleu is not installed: .*t5fastpatch\[ablate\]"):
-        run(Settings(str(model)))
+        run(Settings(model=str(model)))
 
 
 def test_the_script_is_the_command() -> None:
@@ -232,56 +274,6 @@ def test_the_script_is_the_command() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "error: there is no model folder './nowhere'\n"
-
-
-def test_a_patched_model_is_not_stock(model: Path) -> None:
-    half = load(str(model), "float16", "cpu").half
-    with (
-        patched(half, ["layer_norm"]),
-        pytest.raises(T5FastPatchError, match="layer_norm is on already"),
-    ):
-        plan(status(half), list_patches(), "fp16")
-
-
-def planned(states: dict[str, State], conflicts: dict[str, str] | None = None) -> dict[str, tuple[str, ...]]:
-    """Label and patches of each row after the stock models'."""
-    patches = [
-        Patch(name, "", Contract.EXACT, Role.NORM, conflicts=frozenset(filter(None, [(conflicts or {}).get(name)])))
-        for name in states
-    ]
-    rows = tuple(ReportRow(name, state, 1, 1, "exact") for name, state in states.items())
-    variants = plan(Report("T5", "5.0", rows), patches, "fp16")[2:]
-    return {variant.label: variant.patches for variant in variants}
-
-
-def test_no_row_is_measured_twice() -> None:
-    applies = State.APPLIES
-    assert planned({"a": applies}) == {"a (= all)": ("a",)}
-    assert planned({"a": applies, "b": State.UPSTREAM, "c": State.UNSAFE}) == {
-        "a (= all but c)": ("a",),
-        "b": (),
-        "c (= all but a)": ("c",),
-        "all": ("a", "c"),
-    }
-    assert planned({"a": applies, "b": applies, "c": applies}) == {
-        "a": ("a",),
-        "b": ("b",),
-        "c": ("c",),
-        "all": ("a", "b", "c"),
-        "all but a": ("b", "c"),
-        "all but b": ("a", "c"),
-        "all but c": ("a", "b"),
-    }
-
-
-def test_what_conflicts_is_not_put_together() -> None:
-    applies = State.APPLIES
-    assert planned({"a": applies, "b": applies, "c": applies}, conflicts={"c": "a"}) == {
-        "a (= all but b)": ("a",),
-        "b (= all but a)": ("b",),
-        "c": ("c",),
-        "all": ("a", "b"),
-    }
 
 
 def test_a_refused_patch_is_a_failure(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,23 +286,3 @@ def test_a_refused_patch_is_a_failure(model: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr("t5fastpatch.measure.ablation.status", refusing)
     assert main(["ablate", "--model", str(model), *QUICK]) == 1
-
-
-def test_generations_end_with_the_end_of_sentence() -> None:
-    tokens = torch.tensor([[0, 5, 6, 1, 0], [0, 5, 0, 7, 8], [0, 1, 0, 0, 0], [0, 5, 0, 0, 0]])
-    assert trimmed(tokens, end=1, padding=0) == [[5, 6, 1], [5, 0, 7, 8], [1], [5]]
-
-
-def test_agreement_is_over_the_longer_generation() -> None:
-    assert agreement([[5, 6, 1]], [[5, 6, 1]]) == 1.0
-    assert agreement([[5, 6, 1], [7]], [[5, 1], [7, 8]]) == 2 / 5
-    assert agreement([[]], [[]]) == 1.0
-
-
-def test_differences_are_taken_at_valid_positions_only() -> None:
-    tally = OutputTally()
-    mine = torch.tensor([[[1.0, 2.0], [9.0, 9.0]]])
-    tally.add(mine, torch.tensor([[[1.5, 2.0], [0.0, 0.0]]]), torch.tensor([[True, False]]))
-    tally.add(mine, mine, torch.tensor([[True, True]]))
-    quality = tally.quality()
-    assert (quality.max_difference, quality.mean_difference, quality.nonfinite) == (0.5, 0.5 / 6, 0)

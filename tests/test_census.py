@@ -14,8 +14,16 @@ from torch.nn.modules import module
 
 from t5fastpatch import T5FastPatchError
 from t5fastpatch.measure.census import Census, Work, census
-from t5fastpatch.measure.fake import fake_cuda_census, shapes_only, without_data
-from t5fastpatch.measure.workloads import Workload, decoder_step, encoder_inputs, forward, workloads_for
+from t5fastpatch.measure.census.fake import fake_cuda_census, shapes_only, without_data
+from t5fastpatch.measure.workloads import (
+    Workload,
+    block,
+    decoder_step,
+    encoder_forward,
+    encoder_inputs,
+    forward,
+    generate,
+)
 
 Figures = tuple[int, int, int]
 
@@ -73,7 +81,9 @@ def test_stock_figures_of_the_release_are_reproduced(small_shaped: Any) -> None:
 
 
 def test_the_same_call_gives_the_same_census(tiny: Any) -> None:
-    for workload in workloads_for(tiny.half(), batch(), 4):
+    half = tiny.half()
+    made = [make(half, batch()) for make in (block, encoder_forward, decoder_step, forward)]
+    for workload in [*made, generate(half, batch(), 4), generate(half, batch(), 4, num_beams=2, free=True)]:
         assert counted(workload) == counted(workload)
 
 
@@ -97,11 +107,16 @@ def test_a_decoder_step_needs_a_token_before_it(tiny: Any) -> None:
         decoder_step(tiny, batch(1))
 
 
-def test_an_encoder_alone_has_only_a_forward() -> None:
-    config = transformers.T5Config(vocab_size=96, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4)
-    workloads = workloads_for(transformers.T5EncoderModel(config).eval(), batch(), 4)
-    assert [workload.name for workload in workloads] == ["forward"]
-    assert counted(workloads[0]).ops > 0
+def test_a_block_is_the_encoders_first(tiny: Any) -> None:
+    workload = block(tiny, batch())
+    assert workload.module is tiny.encoder.block[0]
+    with torch.no_grad():
+        hidden = workload.prepare()()[0]
+        expected = tiny.encoder(**encoder_inputs(batch()), output_hidden_states=True).hidden_states[1]
+    assert torch.equal(hidden, expected)
+    assert not workload.module._forward_pre_hooks
+    with pytest.raises(T5FastPatchError, match="a Linear has no block"):
+        block(torch.nn.Linear(1, 1), {})
 
 
 def test_views_are_not_counted() -> None:

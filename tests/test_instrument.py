@@ -60,7 +60,7 @@ class NoisyMachine:
 @pytest.fixture
 def no_collection(monkeypatch: pytest.MonkeyPatch) -> None:
     """Garbage takes no time on a machine where time is only counted."""
-    for name in ("_old_objects_set_aside", "_no_garbage_collection"):
+    for name in ("old_objects_set_aside", "no_collection"):
         monkeypatch.setattr(timing, name, contextlib.nullcontext)
 
 

@@ -18,14 +18,13 @@ from torch.nn.modules import module as torch_module
 
 from t5fastpatch import T5FastPatchError, patched, status
 from t5fastpatch.cli_profile import profile
-from t5fastpatch.measure.categories import CATEGORIES, category
-from t5fastpatch.measure.census import Census, census
-from t5fastpatch.measure.host_profile import BUILT_IN, host_profiles
-from t5fastpatch.measure.profile import Op, Profile, combined
-from t5fastpatch.measure.profile_diff import diff
-from t5fastpatch.measure.profile_report import Profiled, tables
-from t5fastpatch.measure.profiler import CALL, profile_call, summary
-from t5fastpatch.measure.tensor_cores import uses_tensor_cores
+from t5fastpatch.measure.profiling.categories import CATEGORIES, category
+from t5fastpatch.measure.profiling.diff import diff
+from t5fastpatch.measure.profiling.host_profile import BUILT_IN, host_profiles
+from t5fastpatch.measure.profiling.profile import Op, Profile, combined
+from t5fastpatch.measure.profiling.profiler import CALL, profile_call, summary
+from t5fastpatch.measure.profiling.report import Profiled, tables
+from t5fastpatch.measure.profiling.tensor_cores import uses_tensor_cores
 from t5fastpatch.registry import State
 
 CPU = torch.device("cpu")
@@ -384,10 +383,7 @@ def test_a_patched_function_stands_beside_upstream_s(t5: Any) -> None:
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    if not hasattr(census(lambda: None), "sync_sites"):
-        sites = property(lambda _: Counter({"modeling_t5.py:1 forward": 2}))
-        monkeypatch.setattr(Census, "sync_sites", sites, raising=False)
+def run() -> Callable[..., None]:
     app = typer.Typer(pretty_exceptions_enable=False)
     app.command()(profile)
     return lambda *arguments: app(["--calls", "1", "--batch-size", "2", *arguments], standalone_mode=False)

@@ -186,7 +186,7 @@ class _Run:
                 seed=settings.seed,
                 advance=self._progress.start(str(cell), settings.rounds * len(variants)),
             )
-            measured = {variant.name: level.more(variant) for variant in variants}
+            measured = level.more(variants)
         rows = variants if cell.level == "micro" else made.variants
         return cell_record(
             key, cell, made, list(rows), samples, _shares(made, samples, settings.seed), measured, settings.seed

@@ -15,7 +15,7 @@ from .cells import Cell
 from .census import Census, census
 from .micro import micro_ops
 from .precision import Precision
-from .profiler import profile_call
+from .profiling.profiler import profile_variants
 from .settings import Settings
 from .subject import Subject
 from .timing import Entry, Prepare
@@ -23,6 +23,7 @@ from .trainer import EvaluationSettings, TrainerEvaluation, TrainerLevel
 from .variants import ALL, Plan, Variant
 
 LABEL_SMOOTHING = 0.1
+PROFILED_CALLS = 5
 FULL_EVAL = {Precision.FP16: "fp16", Precision.BF16: "bf16"}
 
 
@@ -38,8 +39,8 @@ class Level(contextlib.ExitStack, abc.ABC):
         """The variant as `timing.interleave` takes it."""
 
     @abc.abstractmethod
-    def more(self, variant: Variant) -> dict[str, Any]:
-        """What else there is to say of a variant, asked for after the timing: fields of its row."""
+    def more(self, variants: Sequence[Variant]) -> dict[str, dict[str, Any]]:
+        """What else there is to say of each variant, by name, asked for after the timing: fields of its row."""
 
 
 def level_for(subject: Subject, cell: Cell, settings: Settings, patches: Sequence[Patch]) -> Level:
@@ -66,14 +67,15 @@ class Model(Level):
     def entry(self, variant: Variant) -> Entry:
         return self._bench.entry(variant)
 
-    def more(self, variant: Variant) -> dict[str, Any]:
+    def more(self, variants: Sequence[Variant]) -> dict[str, dict[str, Any]]:
         # A generation is the same decoder step many times, and a compiled region runs eagerly under a census.
-        if self._cell.level != "stack" or self._cell.compiled or not variant.shown:
+        if self._cell.level != "stack" or self._cell.compiled:
             return {}
-        found: dict[str, Any] = {"census": _totals(self._bench.census(variant))}
-        if variant.state == "stock" or ALL in (variant.name, variant.same_as):
-            with self.entry(variant)() as prepare:
-                found["categories"] = profile_call(prepare, self._subject.device).by_category()
+        found = {each.name: {"census": _totals(self._bench.census(each))} for each in variants if each.shown}
+        ends = [each for each in variants if each.state == "stock" or ALL in (each.name, each.same_as)]
+        entries = {each.name: self.entry(each) for each in ends}
+        for name, profile in profile_variants(entries, self._subject.device, calls=PROFILED_CALLS).items():
+            found[name]["categories"] = profile.by_category()
         return found
 
 
@@ -108,9 +110,12 @@ class Micro(Level):
 
         return entered
 
-    def more(self, variant: Variant) -> dict[str, Any]:
-        with self.entry(variant)() as prepare:
-            return {"census": _totals(census(prepare()))}
+    def more(self, variants: Sequence[Variant]) -> dict[str, dict[str, Any]]:
+        found = {}
+        for variant in variants:
+            with self.entry(variant)() as prepare:
+                found[variant.name] = {"census": _totals(census(prepare()))}
+        return found
 
 
 class Trainer(Level):
@@ -146,5 +151,5 @@ class Trainer(Level):
         )
         return level.entry(variant.patches, lambda found: self._evaluations.__setitem__(variant.name, found))
 
-    def more(self, variant: Variant) -> dict[str, Any]:
-        return {"evaluation": dataclasses.asdict(self._evaluations[variant.name])}
+    def more(self, variants: Sequence[Variant]) -> dict[str, dict[str, Any]]:
+        return {each.name: {"evaluation": dataclasses.asdict(self._evaluations[each.name])} for each in variants}

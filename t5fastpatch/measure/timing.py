@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import gc
 import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from .garbage import no_collection, old_objects_set_aside
 from .statistics import LEAST_ROUNDS, Ratio, ratio_of, widest
 
 Prepare = Callable[[], Callable[[], object]]
@@ -101,7 +100,7 @@ def interleave(
     shuffler = random.Random(seed)
     seconds: dict[str, list[float]] = {name: [] for name in order}
     stopped = "rounds"
-    with _old_objects_set_aside():
+    with old_objects_set_aside():
         calls = _calls_per_sample(_warm_up(variants, stopwatch))
         for done in range(limits.rounds):
             if done >= limits.min_rounds:
@@ -112,7 +111,7 @@ def interleave(
                     stopped = "interval"
                     break
             shuffler.shuffle(order)
-            with _no_garbage_collection():
+            with no_collection():
                 for name in order:
                     with variants[name]() as prepare:
                         seconds[name].append(_sample(prepare, stopwatch, calls))
@@ -143,29 +142,6 @@ def _sample(prepare: Prepare, stopwatch: Stopwatch, calls: int) -> float:
     if calls > 1:
         prepare()()
     return statistics.fmean(stopwatch(prepare()) for _ in range(calls))
-
-
-@contextlib.contextmanager
-def _old_objects_set_aside() -> Iterator[None]:
-    # Else each round's collection would look at every object of every imported module.
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
-@contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    gc.collect()
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _host_seconds(call: Callable[[], object]) -> float:

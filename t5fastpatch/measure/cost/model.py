@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import enum
 
-from ..errors import T5FastPatchError
+from ...errors import T5FastPatchError
+from ..census.operations import Operation
+from ..census.work import Work
 from .devices import Device
-from .operations import Operation
-from .work import Work
 
 
 @dataclasses.dataclass(frozen=True)

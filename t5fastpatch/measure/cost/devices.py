@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from ..errors import NotFoundError
+from ...errors import NotFoundError
 
 _T4 = "NVIDIA T4 datasheet"
 _V100 = "NVIDIA V100 datasheet, SXM2"

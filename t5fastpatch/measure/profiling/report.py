@@ -12,10 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from .categories import CATEGORIES
+from .diff import AS_OFTEN, KINDS, Difference, diff
 from .host_profile import HostProfile
 from .host_report import function_table, module_table
 from .profile import Profile
-from .profile_diff import AS_OFTEN, KINDS, Difference, diff
 from .side_by_side import NOTHING, difference_columns, difference_of, letters_of, milliseconds, new_table, number_text
 
 KERNEL_WIDTH = 60

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..engine import patched
-from ..errors import NotT5Error
-from .census import Census, census
-from .cost import Prediction, predict
+from ...engine import patched
+from ...errors import NotT5Error
+from ..census import Census, census
+from ..census.fake import shapes_only, without_data
+from ..precision import Precision
+from ..variants import STOCK_FP32, stock
+from ..workloads import Workload, decoder_step, encoder_forward, forward, is_seq2seq
 from .devices import Device
-from .fake import shapes_only, without_data
-from .precision import Precision
-from .variants import STOCK_FP32, stock
-from .workloads import Workload, decoder_step, encoder_forward, forward, is_seq2seq
+from .model import Prediction, predict
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from ..families import role_of
-from ..registry import Role
+from ...families import role_of
+from ...registry import Role
 
 PREFIX = "t5fastpatch::"
 """What the name of each range begins with; a role's value or `ELSEWHERE` follows."""

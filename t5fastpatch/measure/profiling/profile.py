@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .categories import CATEGORIES
-from .profile_events import INTO
+from .events import INTO
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .timing import Entry, Prepare
+from ..timing import Entry, Prepare
 from .turns import in_turn
 
 BUILT_IN = "built-in"

@@ -13,9 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..errors import T5FastPatchError
-from ..loading import first_line
-from .census import Census, census
+from ...errors import T5FastPatchError
+from ...loading import first_line
+from .counting import Census, census
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -12,12 +12,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from . import profile_events
+from ..timing import Entry, Prepare, stopwatch_for
+from . import events as events_of
+from .events import OpEvent
 from .module_ranges import PREFIX, module_ranges
 from .profile import Kernel, Op, Profile, combined
-from .profile_events import OpEvent
 from .tensor_cores import uses_tensor_cores
-from .timing import Entry, Prepare, stopwatch_for
 from .turns import in_turn
 
 CALL = PREFIX + "call"
@@ -114,8 +114,8 @@ def summary(events: Iterable[Any], device: str, wall: float, event_cost: float =
         wall: of the `Profile`.
         event_cost: seconds that are taken off an op on a CPU for each op inside it.
     """
-    call = next(event for event in events if event.name == CALL and profile_events.is_range(event))
-    found = list(profile_events.ops(call))
+    call = next(event for event in events if event.name == CALL and events_of.is_range(event))
+    found = list(events_of.ops(call))
     seconds_of = _host_seconds if device == "cpu" else _device_seconds
     ops = _grouped(((op.category, op.name), seconds_of(op, event_cost)) for op in found)
     kernels = _grouped(kernel for op in found for kernel in _kernels(op))
@@ -125,8 +125,8 @@ def summary(events: Iterable[Any], device: str, wall: float, event_cost: float =
         wall,
         tuple(Op(*key, len(seconds), sum(seconds)) for key, seconds in ops.items()),
         tuple(Kernel(*key, len(seconds), sum(seconds)) for key, seconds in kernels.items()),
-        profile_events.launches(call),
-        profile_events.waits(call),
+        events_of.launches(call),
+        events_of.waits(call),
     )
     return combined([profile])
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 # Their modes stand between the caller and torch.
-_WATCHERS = frozenset({f"{__package__}.census", f"{__package__}.shapes"})
+_WATCHERS = frozenset({f"{__package__}.counting", f"{__package__}.fake"})
 
 
 class ModulePath:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-from .timing import Entry, Prepare
+from ..garbage import no_collection, old_objects_set_aside
+from ..timing import Entry, Prepare
 
 Result = TypeVar("Result")
 
@@ -26,25 +25,10 @@ def in_turn(
         measure: is given a variant's name and its `prepare`.
     """
     results: dict[str, list[Result]] = {name: [] for name in variants}
-    with _garbage_left():
+    with old_objects_set_aside():
         for _ in range(1 + rounds):
             for name, entry in variants.items():
-                gc.collect()
-                with entry() as prepare:
+                with no_collection(), entry() as prepare:
                     prepare()()
                     results[name].append(measure(name, prepare))
     return {name: found[1:] for name, found in results.items()}
-
-
-@contextlib.contextmanager
-def _garbage_left() -> Iterator[None]:
-    """Garbage is collected when asked for only, and old objects not looked at."""
-    was_enabled = gc.isenabled()
-    gc.freeze()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-        if was_enabled:
-            gc.enable()

@@ -1,0 +1,1 @@
+"""Predictions of times, from counts alone."""

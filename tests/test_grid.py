@@ -1,0 +1,307 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tiny import save_model
+
+from t5fastpatch import T5FastPatchError, status
+from t5fastpatch.cli import main
+from t5fastpatch.measure import ablation
+from t5fastpatch.measure.ablation import Progress, run
+from t5fastpatch.measure.bench import Bench
+from t5fastpatch.measure.cells import LEVELS, Cell, grid, key_of
+from t5fastpatch.measure.estimate import Estimate, in_words
+from t5fastpatch.measure.precision import Precision, in_precision
+from t5fastpatch.measure.settings import PRESETS, Settings, preset
+from t5fastpatch.measure.store import Store
+from t5fastpatch.measure.subject import Subject, attention_of, attentions_of, load
+from t5fastpatch.measure.variants import Variant
+from t5fastpatch.reports.reading import read
+
+ONCE: dict[str, Any] = {"rounds": 2, "min_rounds": 2, "time_budget": 0, "threads": 1, "lengths": ((8, 4),)}
+MICRO = ["skip_inf_check", "layer_norm", "activation"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_model(tmp_path_factory.mktemp("t5")))
+
+
+@pytest.fixture(scope="module")
+def subject(folder: str) -> Subject:
+    return load(folder, "cpu")
+
+
+def workloads(cells: list[Cell]) -> list[str]:
+    return [cell.workload for cell in cells]
+
+
+def test_every_level_can_be_asked_for_by_name(subject: Subject) -> None:
+    settings = Settings(workloads=tuple(LEVELS))
+    everything = [name for level, names in LEVELS.items() for name in (names or MICRO)]
+    assert workloads(grid(settings, subject, MICRO)) == everything
+
+
+def test_the_full_preset_is_the_whole_grid(subject: Subject) -> None:
+    cells = grid(preset("full"), subject, MICRO)
+    assert {cell.batch_size for cell in cells} == {1, 4, 8, 16, 32, 64, 128}
+    shapes = {(cell.source_length, cell.target_length) for cell in cells if cell.workload == "forward"}
+    assert shapes == {(12, 128), (128, 128), (512, 512), (1024, 1024)}
+    # tf32 is CUDA's.
+    assert {cell.precision for cell in cells} == {"fp32", "fp16", "fp16_from_pretrained", "bf16"}
+    assert {cell.attention for cell in cells} == set(attentions_of(subject.fp32))
+    assert {cell.compiled for cell in cells} == {False, True}
+    assert {cell.level for cell in cells} == set(LEVELS)
+    assert len(set(cells)) == len(cells)
+
+
+def test_the_report_preset_has_the_first_reports_settings(subject: Subject) -> None:
+    settings = preset("report")
+    assert (settings.samples, settings.batch_sizes, settings.lengths) == (100, (8, 16), ((12, 128),))
+    trainer = [cell for cell in grid(settings, subject, MICRO) if cell.level == "trainer"]
+    assert {(cell.workload, cell.batch_size) for cell in trainer} == {
+        ("evaluate", 8), ("evaluate", 16), ("evaluate_smoothed", 8), ("evaluate_smoothed", 16),
+    }  # fmt: skip
+
+
+def test_what_has_no_target_is_not_measured_once_for_each(subject: Subject) -> None:
+    settings = Settings(workloads=("encoder", "forward"), lengths=((16, 4), (16, 8)))
+    assert workloads(grid(settings, subject, [])) == ["encoder", "forward", "forward"]
+
+
+def test_generations_and_the_trainer_are_not_compiled(subject: Subject) -> None:
+    cells = grid(Settings(workloads=("stack", "generate", "trainer"), compiled=(True,)), subject, [])
+    assert {cell.level for cell in cells} == {"stack"}
+
+
+def test_a_key_is_that_of_a_cell_and_its_circumstances(subject: Subject) -> None:
+    cell, other = grid(Settings(workloads=("encoder", "forward")), subject, [])
+    keys = {key_of(cell, {"a": 1}), key_of(other, {"a": 1}), key_of(cell, {"a": 2}), key_of(cell, {})}
+    assert len(keys) == 4
+    assert key_of(cell, {"a": 1}) == key_of(dataclasses.replace(cell), {"a": 1})
+
+
+def test_models_are_told_apart_by_their_weights(folder: str, subject: Subject) -> None:
+    again = load(folder, "cpu")
+    assert again.fingerprint() == subject.fingerprint()
+    with torch.no_grad():
+        again.fp32.decoder.final_layer_norm.weight[3] += 1e-3
+    assert again.fingerprint() != subject.fingerprint()
+
+
+def test_full_text_has_exactly_the_lengths_and_no_padding(subject: Subject) -> None:
+    batch = subject.full_batch(3, 40, 7)
+    assert (batch["input_ids"].shape, batch["labels"].shape) == ((3, 40), (3, 7))
+    assert bool((batch["attention_mask"] == 1).all())
+    assert torch.equal(batch["input_ids"], subject.full_batch(3, 40, 7)["input_ids"])
+    assert not torch.equal(batch["input_ids"], subject.full_batch(3, 40, 7, seed=1)["input_ids"])
+
+
+def dtypes(model: Any) -> dict[str, torch.dtype]:
+    return {name: parameter.dtype for name, parameter in model.named_parameters()}
+
+
+def test_each_precision_is_what_transformers_makes_of_it(folder: str, subject: Subject) -> None:
+    cls = transformers.T5ForConditionalGeneration
+    keyword = "dtype" if int(transformers.__version__.split(".")[0]) >= 5 else "torch_dtype"
+    loaded = cls.from_pretrained(folder, **{keyword: torch.float16})
+    ours = in_precision(subject.fp32, Precision.FP16_LOADED)
+    assert dtypes(ours) == dtypes(loaded)
+    assert {dtype for name, dtype in dtypes(ours).items() if name.endswith("wo.weight")} == {torch.float32}
+    assert all(map(torch.equal, ours.state_dict().values(), loaded.state_dict().values()))
+    assert set(dtypes(subject.model(Precision.FP16)).values()) == {torch.float16}
+    assert set(dtypes(subject.model(Precision.BF16)).values()) == {torch.bfloat16}
+    assert subject.model(Precision.TF32) is subject.fp32
+    assert set(dtypes(subject.fp32).values()) == {torch.float32}
+
+
+def test_an_attention_implementation_is_on_for_a_cell_only(subject: Subject) -> None:
+    before = attention_of(subject.fp32)
+    for name in attentions_of(subject.fp32):
+        cell = Cell("stack", "forward", "fp16", name, False, 2, 8, 4, "sentences")
+        with Bench(subject, cell) as bench:
+            counts = bench.census(Variant("stock fp16", Precision.FP16))
+            # A model made for the cell has it too.
+            assert attention_of(subject.model(Precision.FP16)) == name
+        assert (counts.by_op["scaled_dot_product_attention"] > 0) == (name == "sdpa")
+    assert attention_of(subject.fp32) == attention_of(subject.model(Precision.FP16)) == before
+
+
+def test_the_micro_level_has_a_row_for_stock_and_for_the_one_patch(folder: str) -> None:
+    result = run(Settings(model=folder, workloads=("micro",), **ONCE))
+    half = transformers.T5ForConditionalGeneration.from_pretrained(folder).half()
+    applies = [row.patch for row in status(half).rows if row.state.value in ("applies", "unsafe")]
+    assert workloads_of(result) == [*applies, "activation"]
+    for cell in result["cells"]:
+        name = cell["cell"]["workload"]
+        expected = ["stock fp32", "stock fp16"] + ([] if name == "activation" else [name])
+        assert [row["variant"] for row in cell["rows"]] == expected
+    check = next(cell for cell in result["cells"] if cell["cell"]["workload"] == "skip_inf_check")
+    assert [row["census"]["ops"] > 0 for row in check["rows"]] == [False, True, False]
+
+
+def test_the_trainers_level_reports_what_users_see(folder: str) -> None:
+    result = run(Settings(model=folder, workloads=("trainer",), samples=4, batch_sizes=(4,), **ONCE))
+    assert workloads_of(result) == ["evaluate", "evaluate_smoothed"]
+    plain, smoothed = (cell["rows"] for cell in result["cells"])
+    for row in (*plain, *smoothed):
+        if row["measured"]:
+            assert set(row["evaluation"]) == {"runtime", "samples_per_second", "loss", "bleu", "gen_len", "memory"}
+            assert set(row["evaluation"]["memory"]) == {"load", "cast", "evaluate"}
+    assert smoothed[0]["evaluation"]["loss"] != pytest.approx(plain[0]["evaluation"]["loss"], rel=1e-3)
+    fp32, fp16 = plain[0]["evaluation"], plain[1]["evaluation"]
+    assert fp16["loss"] == pytest.approx(fp32["loss"], rel=1e-2)
+    assert fp16["loss"] != fp32["loss"]
+
+
+def workloads_of(result: Any) -> list[str]:
+    return [cell["cell"]["workload"] for cell in result["cells"]]
+
+
+def test_a_compiled_forward_is_timed_and_leaves_nothing_behind(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Dynamo without a C++ compiler.
+    monkeypatch.setattr(torch.nn.Module, "compile", eagerly_compiled)
+    result = run(Settings(model=folder, workloads=("encoder",), compiled=(True,), patches=("layer_norm",), **ONCE))
+    (cell,) = result["cells"]
+    assert cell["cell"]["compiled"]
+    assert [row["variant"] for row in cell["rows"]] == ["stock fp32", "stock fp16", "layer_norm"]
+    assert all(row["seconds"] and row["census"] is None for row in cell["rows"])
+    assert result["failures"] == []
+    assert COMPILED
+    assert all(module._compiled_call_impl is None for module in COMPILED)
+
+
+COMPILED: list[Any] = []
+
+
+def eagerly_compiled(module: Any, **options: Any) -> None:
+    module._compiled_call_impl = torch.compile(module._call_impl, backend="eager", **options)
+    COMPILED.append(module)
+
+
+def test_an_interrupted_run_goes_on_where_it_was(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "cells.jsonl"
+    command = ["ablate", "--model", folder, "--workloads", "encoder,forward,results", "--jsonl", str(file)]
+    command += ["--lengths", "8/4", "--rounds", "2", "--min-rounds", "2", "--time-budget", "0", "--threads", "1"]
+    measured: list[str] = []
+    stop_at = "forward"
+    timed = ablation.interleave
+
+    def interleave(*args: Any, **kwargs: Any) -> Any:
+        measured.append(kwargs["advance"])
+        if len(measured) == 2 and stop_at:
+            raise KeyboardInterrupt
+        return timed(*args, **kwargs)
+
+    monkeypatch.setattr(ablation, "interleave", interleave)
+    assert main(command) == 2
+    assert f"stopped: the same command goes on from {str(file)!r}" in capsys.readouterr().err
+    first = read(file)
+    assert workloads_of(first) == ["encoder"]
+    stop_at = ""
+    assert main(command) == 0
+    assert "3 cells, 1 finished already: about " in capsys.readouterr().err
+    # The encoder was timed once, the forward begun twice.
+    assert len(measured) == 3
+    whole = read(file)
+    assert workloads_of(whole) == ["encoder", "forward", "results"]
+    assert whole["cells"][0] == first["cells"][0]
+    assert main(command) == 0
+    captured = capsys.readouterr()
+    assert "3 cells, all finished already" in captured.err
+    assert "Encoder" in captured.out
+    assert len(measured) == 3
+
+
+def test_other_circumstances_are_other_cells(folder: str, tmp_path: Path) -> None:
+    settings = Settings(model=folder, workloads=("encoder",), patches=("layer_norm",), **ONCE)
+    store = tmp_path / "cells.jsonl"
+    said: list[str] = []
+    for each in (settings, settings, dataclasses.replace(settings, seed=1)):
+        run(each, Progress(said.append), Store(store))
+    assert [line.partition(":")[0] for line in said] == ["1 cells", "1 cells, all finished already", "1 cells"]
+    assert len(read(store)["cells"]) == 2
+
+
+def test_a_line_that_was_cut_off_is_measured_again_and_nothing_else_lost(folder: str, tmp_path: Path) -> None:
+    settings = Settings(model=folder, workloads=("encoder", "forward"), patches=("layer_norm",), **ONCE)
+    store = tmp_path / "cells.jsonl"
+    run(settings, Progress(), Store(store))
+    text = store.read_text(encoding="utf-8")
+    store.write_text(text[:-100], encoding="utf-8")
+    said: list[str] = []
+    run(settings, Progress(said.append), Store(store))
+    assert said[0].startswith("2 cells, 1 finished already")
+    assert store.read_text(encoding="utf-8").startswith(text[:-100])
+    assert workloads_of(read(store)) == ["encoder", "forward"]
+
+
+def test_a_file_of_something_else_is_not_written_to(folder: str, tmp_path: Path) -> None:
+    for content in ("my notes\n", '{"a": 1}\n', '{"schema": "other/1"}\n'):
+        file = tmp_path / "file"
+        file.write_text(content)
+        with pytest.raises(T5FastPatchError, match="file"):
+            Store(file)
+        assert file.read_text() == content
+
+
+def test_a_cell_that_cannot_run_is_a_failure_and_the_others_go_on(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Bench._make
+
+    def make(bench: Bench, model: Any) -> Any:
+        if bench._cell.workload == "encoder":
+            raise RuntimeError("out of memory\nmore")
+        return made(bench, model)
+
+    monkeypatch.setattr(Bench, "_make", make)
+    settings = Settings(model=folder, workloads=("encoder", "forward"), patches=("layer_norm",), **ONCE)
+    result = run(settings)
+    assert workloads_of(result) == ["forward"]
+    (failure,) = result["failures"]
+    assert failure.startswith("encoder, 8 x 8, fp16, ")
+    assert failure.endswith("RuntimeError: out of memory")
+
+
+def test_every_preset_says_beforehand_how_long_it_takes(subject: Subject) -> None:
+    estimate = Estimate(subject)
+    seconds = {}
+    for name in PRESETS:
+        settings = preset(name)
+        cells = grid(settings, subject, MICRO)
+        seconds[name] = estimate.seconds([(cell, 6) for cell in cells], settings)
+    assert 0 < seconds["quick"] < seconds["report"] < seconds["full"]
+
+
+def test_an_estimate_grows_with_what_is_asked(subject: Subject) -> None:
+    estimate = Estimate(subject)
+
+    def seconds(settings: Settings, variants: int = 4) -> float:
+        return estimate.seconds([(cell, variants) for cell in grid(settings, subject, MICRO)], settings)
+
+    greedy = Settings(workloads=("greedy",), lengths=((8, 16),))
+    assert seconds(greedy) < seconds(dataclasses.replace(greedy, lengths=((8, 64),)))
+    assert seconds(greedy) < seconds(greedy, variants=8)
+    assert seconds(greedy) < seconds(dataclasses.replace(greedy, min_rounds=40, rounds=40))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"), [(0.2, "1 s"), (42.4, "42 s"), (95, "2 min"), (5300, "88 min"), (12600, "3.5 h")]
+)
+def test_a_length_of_time_in_words(seconds: float, words: str) -> None:
+    assert in_words(seconds) == words
+
+
+def test_the_jsonl_and_the_json_hold_the_same_cells(folder: str, tmp_path: Path) -> None:
+    json_file, jsonl = tmp_path / "result.json", tmp_path / "result.jsonl"
+    command = ["ablate", "--model", folder, "--workloads", "encoder", "--lengths", "8/4", "--rounds", "2"]
+    command += ["--min-rounds", "2", "--json", str(json_file), "--jsonl", str(jsonl), "--threads", "1"]
+    assert main(command) == 0
+    assert json.loads(json_file.read_text(encoding="utf-8"))["cells"] == read(jsonl)["cells"]
