@@ -28,6 +28,7 @@ def test_the_wheel_holds_package_hook_and_model(wheel: Path) -> None:
     package = {f"t5fastpatch/{path.relative_to(ROOT / 't5fastpatch')}" for path in ROOT.glob("t5fastpatch/**/*.py")}
     model = {"config.json", "model.safetensors", "spiece.model", "heldout.jsonl", "README.md", "LICENSES.md"}
     assert {*package, *(f"t5fastpatch/demo_model/{name}" for name in model), "t5fastpatch/py.typed"} <= names
+    assert "t5fastpatch/reports/page.html" in names
     assert not any("tests/" in name or "scripts/" in name for name in names)
 
 
