@@ -60,7 +60,7 @@ def test_circumstances_that_differ_are_in_one_table(a: dict[str, Any], b: dict[s
 
 def test_counts_are_compared_exactly(a: dict[str, Any], b: dict[str, Any]) -> None:
     row(b, 0, "all")["census"]["casts"] += 1
-    row(b, 0, "all")["census"]["flops"]["float32"] += 1
+    row(b, 0, "all")["census"]["flops_by_dtype"]["float32"] += 1
     where = {"cell": "decoder step, batch 1, length 12/128", "variant": "all"}
     assert compare(a, b)["counts"] == [
         {**where, "what": "casts", "a": 5, "b": 6},

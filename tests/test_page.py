@@ -28,8 +28,9 @@ pytest.importorskip("jinja2", reason="the page needs the extra `report`")
 
 from t5fastpatch import extra
 from t5fastpatch.cli_report import report
+from t5fastpatch.measure.profiling.categories import CATEGORIES
 from t5fastpatch.reports.drawing import Picture
-from t5fastpatch.reports.figures import pictures
+from t5fastpatch.reports.figures import CATEGORY_BARS, pictures
 from t5fastpatch.reports.page import page
 from t5fastpatch.reports.tables import sections, state_table, summary
 
@@ -314,3 +315,7 @@ def test_a_screenshot_is_a_page_full_of_ink_within_its_width(tmp_path: Path, htm
         assert dark.crop((0, top, 1100, top + 500)).histogram()[255] > 1000
     assert dark.crop((1080, 0, 1100, 3000)).getbbox() is None
     assert dark.crop((0, 0, 20, 3000)).getbbox() is None
+
+
+def test_every_kind_of_work_has_a_look_of_its_own() -> None:
+    assert len(set(CATEGORY_BARS)) == len(CATEGORY_BARS) >= len(CATEGORIES)

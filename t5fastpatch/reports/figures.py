@@ -56,6 +56,8 @@ CATEGORY_BARS = (
     ("#e8e3c3", "---"),
     ("#999999", ""),
     ("#ffffff", "ooo"),
+    ("#222222", ""),
+    ("#d9a441", "++++"),
 )
 
 SERIES = {"batch": "batch size", "length": "source/target length"}
@@ -205,7 +207,7 @@ def time_split(cells: Sequence[dict[str, Any]]) -> Picture | None:
         for row in _split_rows(cell):
             for category, value in row["categories"].items():
                 totals[category] = totals.get(category, 0) + (value if is_number(value) else 0)
-    categories = sorted(totals, key=lambda category: -totals[category])
+    categories = sorted(filter(totals.get, totals), key=lambda category: -totals[category])
     looks = {category: CATEGORY_BARS[at % len(CATEGORY_BARS)] for at, category in enumerate(categories)}
     figure, panels = panels_of(len(split), columns=2, height=1.35)
     for panel, cell, name in zip(panels, split, names(split)):
