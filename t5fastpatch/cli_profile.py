@@ -124,10 +124,7 @@ def _profiled(subject: Subject, cell: Cell, variants: Sequence[Variant], how: _H
             if how.trace is not None:
                 with entry() as prepare:
                     write_trace(prepare, subject.device, _trace_file(how.trace, cell.workload, name))
-        return [
-            Profiled(each.name, profiles[each.name], bench.census(each).sync_sites, hosts.get(each.name))
-            for each in variants
-        ]
+        return [Profiled(each.name, profiles[each.name], bench.census(each), hosts.get(each.name)) for each in variants]
 
 
 def _variant(name: str, subject: Subject, precision: Precision) -> Variant:

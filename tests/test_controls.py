@@ -59,8 +59,8 @@ def test_other_architectures_are_measured_and_there_is_nothing_to_patch(shape: s
         assert cell["attribution"] is None
     forward = next(cell for cell in result["cells"] if cell["cell"]["workload"] == "forward")
     fp32, fp16 = (row["census"] for row in forward["rows"])
-    # Stock T5 takes two thirds more in half precision.
-    assert fp16["ops"] <= fp32["ops"] + 1
+    # Stock T5 takes two thirds more in half precision. The older mBART checks its encoder for infinities as well.
+    assert fp16["ops"] <= 1.1 * fp32["ops"]
     quality = result["cells"][-1]["rows"][1]["quality"]
     assert 0 < quality["max_difference"] < 0.1
 

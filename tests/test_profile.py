@@ -3,7 +3,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +17,7 @@ from torch.nn.modules import module as torch_module
 
 from t5fastpatch import T5FastPatchError, patched, status
 from t5fastpatch.cli_profile import profile
+from t5fastpatch.measure.census import census
 from t5fastpatch.measure.profiling.categories import CATEGORIES, category
 from t5fastpatch.measure.profiling.diff import diff
 from t5fastpatch.measure.profiling.host_profile import BUILT_IN, host_profiles
@@ -124,7 +124,7 @@ def test_tensor_core_shares_are_of_kernels_and_of_their_time() -> None:
 
 
 def test_a_report_on_cuda_tells_of_kernels_waits_and_tensor_cores() -> None:
-    found = Profiled("stock fp16", summary([cuda_call()], "cuda", wall=1e-3), Counter())
+    found = Profiled("stock fp16", summary([cuda_call()], "cuda", wall=1e-3), census(lambda: None))
     console = Console(width=110, file=io.StringIO())
     for table in tables([found, found], top=5):
         console.print(table)

@@ -20,7 +20,7 @@ from tiny import SIZES, WORDS, save_model
 from t5fastpatch import T5FastPatchError, status
 from t5fastpatch.measure.quality import bleu, trimmed
 from t5fastpatch.measure.subject import Sentence
-from t5fastpatch.measure.timing import interleave, stopwatch_for
+from t5fastpatch.measure.timing import Limits, interleave, stopwatch_for
 from t5fastpatch.measure.trainer import EvaluationSettings, TrainerEvaluation, TrainerLevel
 from t5fastpatch.registry import State
 
@@ -251,7 +251,7 @@ def test_evaluations_can_be_timed_in_shuffled_rounds(level: Any) -> None:
     kept: dict[str, list[TrainerEvaluation]] = {"fp32": [], "fp16": []}
     levels = {"fp32": level(), "fp16": level(full_eval="fp16")}
     entries = {name: levels[name].entry([], kept[name].append) for name in levels}
-    samples = interleave(entries, stopwatch_for(CPU), rounds=2)
+    samples = interleave(entries, stopwatch_for(CPU), "fp16", Limits(rounds=2))
     assert samples.rounds == 2
     for name in levels:
         assert len(kept[name]) >= 2

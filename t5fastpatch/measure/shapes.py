@@ -70,4 +70,7 @@ def random_model(shape: str, device: torch.device, seed: int = 0, **sizes: Any) 
     config = getattr(transformers, known.config)(**{**known.sizes, **sizes})
     with torch.random.fork_rng(), torch.device(device):
         torch.manual_seed(seed)
-        return getattr(transformers, known.model)(config).eval()
+        model = getattr(transformers, known.model)(config).eval()
+        # On the meta device not every release has done it.
+        model.tie_weights()
+        return model

@@ -11,10 +11,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..census import Census
 from .categories import CATEGORIES
 from .diff import AS_OFTEN, KINDS, Difference, diff
 from .host_profile import HostProfile
 from .host_report import function_table, module_table
+from .modules import module_count_table
 from .profile import Profile
 from .side_by_side import NOTHING, difference_columns, difference_of, letters_of, milliseconds, new_table, number_text
 
@@ -28,13 +30,13 @@ class Profiled:
     Attributes:
         name: of the variant.
         profile: of its ops and kernels.
-        sync_sites: where the host waits for a result on the device, by line of Python, and how often per call.
+        census: exact counts of one call.
         host: of its Python functions, if asked for.
     """
 
     name: str
     profile: Profile
-    sync_sites: Counter[str]
+    census: Census
     host: HostProfile | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -42,7 +44,7 @@ class Profiled:
         return {
             "name": self.name,
             "profile": self.profile.to_dict(),
-            "sync_sites": dict(self.sync_sites.most_common()),
+            "census": self.census.to_dict(),
             "host": self.host and self.host.to_dict(),
         }
 
@@ -107,7 +109,8 @@ def tables(variants: Sequence[Profiled], top: int) -> Iterator[Table]:
         yield device_table(profiles)
         for letter, profile in zip(letters_of(profiles), profiles):
             yield kernel_table(letter, profile, top)
-    yield sync_table([each.sync_sites for each in variants])
+    yield module_count_table([each.census for each in variants])
+    yield sync_table([each.census.sync_sites for each in variants])
     hosts = [each.host for each in variants if each.host is not None]
     if hosts:
         yield function_table(hosts, top)
