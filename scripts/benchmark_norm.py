@@ -23,7 +23,7 @@ from rich.table import Table
 
 import t5fastpatch
 from t5fastpatch.measure.environment import environment
-from t5fastpatch.measure.timing import Prepare, interleave, stopwatch_for
+from t5fastpatch.measure.timing import Limits, Prepare, interleave, stopwatch_for
 
 SHAPES = ((1, 1, 512), (8, 1, 512), (8, 128, 512), (2, 512, 1024), (1, 512, 4096))
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -67,7 +67,7 @@ def keep_memory() -> None:
 def main(
     device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
     json: Annotated[Path | None, typer.Option(help="A file to write the ratios to.")] = None,
-    rounds: Annotated[int, typer.Option(min=5)] = 60,
+    rounds: Annotated[int, typer.Option(min=8)] = 60,
     threads: Annotated[int, typer.Option(min=1)] = 1,
 ) -> None:
     keep_memory()
@@ -82,7 +82,7 @@ def main(
             ratios = []
             for backward in (False, True):
                 variants = {name: entry(norm, x, backward) for name, norm in pair.items()}
-                samples = interleave(variants, stopwatch_for(place), rounds=rounds)
+                samples = interleave(variants, stopwatch_for(place), "stock", Limits(rounds, width=0))
                 ratios.append(samples.ratio("patched", "stock"))
             table.add_row(str(shape), str(dtype)[6:], *map(str, ratios))
             both = {"forward": dataclasses.asdict(ratios[0]), "forward and backward": dataclasses.asdict(ratios[1])}
