@@ -17,6 +17,7 @@ from t5fastpatch import T5FastPatchError
 from t5fastpatch.cli_report import report
 from t5fastpatch.reports.formats import NO_EFFECT, figure, megabytes, ratio, seconds, share
 from t5fastpatch.reports.markdown import LIMIT, escaped, markdown, table_lines
+from t5fastpatch.reports.naming import names
 from t5fastpatch.reports.reading import read
 from t5fastpatch.reports.tables import Table, sections, summary
 
@@ -243,3 +244,10 @@ def test_a_directory_that_is_not_there_is_an_error_in_one_line(tmp_path: Path) -
     path = written(tmp_path, samples.small())
     with pytest.raises(T5FastPatchError, match=r"cannot write .*report\.md"):
         report(path, markdown=tmp_path / "nowhere" / "report.md")
+
+
+def test_workloads_with_and_without_a_target_stand_in_one_table() -> None:
+    result = samples.document([samples.timed("stack", "encoder", 8, (128, 0)), samples.timed("stack", "forward")])
+    time = next(section for section in sections(result) if section.title == "Time")
+    assert list(time.tables[0].columns) == ["variant", "encoder", "forward"]
+    assert names(result["cells"]) == ["encoder, length 128", "forward, length 128/64"]

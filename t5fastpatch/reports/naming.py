@@ -43,7 +43,7 @@ def wording(cell: dict[str, Any], field: str) -> str:
     """The value in words: `"batch 8"`, `"length 128/64"` (source, target)."""
     value = field_value(cell, field)
     if field == "length":
-        lengths = [str(each) for each in value if each is not None]
+        lengths = [str(each) for each in value if each]
         return f"length {text_of('/'.join(lengths))}" if lengths else ""
     if value is None:
         return ""
@@ -63,6 +63,14 @@ def describe(cell: dict[str, Any], fields: Iterable[str]) -> str:
 def varying(cells: Sequence[dict[str, Any]], fields: Sequence[str] = FIELDS) -> list[str]:
     """The fields in which the cells differ."""
     return [field for field in fields if len({wording(cell, field) for cell in cells}) > 1]
+
+
+def varies(cells: Sequence[dict[str, Any]], field: str) -> bool:
+    """Whether one workload comes with several values of the field."""
+    values: dict[str, set[str]] = {}
+    for cell in cells:
+        values.setdefault(wording(cell, "workload"), set()).add(wording(cell, field))
+    return any(len(each) > 1 for each in values.values())
 
 
 def names(cells: Sequence[dict[str, Any]]) -> list[str]:

@@ -19,6 +19,7 @@ from .naming import (
     stock_row,
     text_of,
     variants,
+    varies,
     varying,
     wording,
 )
@@ -336,9 +337,11 @@ def _across(
     for level in dict.fromkeys(map(level_of, shown)):
         here = [cell for cell in shown if level_of(cell) == level]
         differing = varying(here)
-        column = next((field for field in ("batch", "length") if field in differing), "workload")
-        for group in grouped(here, [column]):
-            fixed = describe(group[0], [field for field in differing if field != column])
+        column = next((field for field in ("batch", "length") if varies(here, field)), "workload")
+        # An encoder has no target: that alone is no reason for a table of its own.
+        across = ["workload", "length"] if column == "workload" else [column]
+        for group in grouped(here, across):
+            fixed = describe(group[0], [field for field in differing if field not in across])
             title = f"{fixed or level}: {what(group[0])}"
             rows = []
             for variant, label in variants(group).items():
