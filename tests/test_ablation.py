@@ -286,3 +286,9 @@ def test_a_refused_patch_is_a_failure(model: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr("t5fastpatch.measure.ablation.status", refusing)
     assert main(["ablate", "--model", str(model), *QUICK]) == 1
+
+
+def test_what_is_unsafe_alone_is_measured_and_said_to_be_left_out_by_the_presets(result: Result) -> None:
+    unsafe = [row["variant"] for row in cell_of(result, "forward")["rows"] if row["state"] == "unsafe"]
+    assert unsafe == ["skip_inf_check"]
+    assert result["notes"] == [f"{unsafe[0]} is named here: the presets of t5fastpatch, all too, leave it out."]

@@ -51,7 +51,12 @@ def _print_table(table: Table, console: Console) -> None:
     for at, column in enumerate(table.columns):
         made.add_column(column, justify="left" if at < table.words else "right")
     for row in table.rows:
-        made.add_row(*(Text(cell.replace(f"{NO_EFFECT} [", f"{NO_EFFECT}\n[")) for cell in row))
+        made.add_row(*(Text(_broken(cell)) for cell in row))
     console.print(made)
     if table.note:
         console.print(Text(table.note, style="dim"), soft_wrap=True)
+
+
+def _broken(cell: str) -> str:
+    """A text in two lines where it says that there is no effect, beside its interval."""
+    return cell.replace(f"{NO_EFFECT} [", f"{NO_EFFECT}\n[").replace(f", {NO_EFFECT}", f"\n{NO_EFFECT}")
