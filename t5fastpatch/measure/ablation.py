@@ -13,7 +13,7 @@ from ..engine import status
 from ..errors import NotT5Error, T5FastPatchError
 from ..extra import require
 from ..loading import first_line
-from ..registry import list_patches, select
+from ..registry import State, list_patches, select
 from ..report import Report
 from ..reports.schema import SCHEMA, CellRecord, Result
 from .attribution import Attribution, attribution, coalitions
@@ -71,7 +71,7 @@ class _Run:
         self._store = store
         self._patches = list_patches() if settings.patches is None else list(select(settings.patches).patches)
         self._subject = subject_for(settings.model, settings.shape, settings.device, settings.seed)
-        self._notes: list[str] = []
+        self._notes: dict[str, None] = {}
         self._failures: list[str] = []
         self._plans: dict[str, Plan] = {}
         self._cells = grid(settings, self._subject, self._micro())
@@ -91,7 +91,7 @@ class _Run:
             },
             "settings": dataclasses.asdict(self._settings),
             "environment": environment(self._subject.device),
-            "notes": self._notes,
+            "notes": list(self._notes),
             "failures": self._failures,
             "cells": [],
         }
@@ -132,8 +132,10 @@ class _Run:
             )
             self._plans[precision] = made
             self._failures += [f"{each.name}: {each.why}" for each in made.variants if each.refused]
-            if report is None and NOTHING_TO_PATCH not in self._notes:
-                self._notes.append(NOTHING_TO_PATCH)
+            unsafe = [each.name for each in made.variants if each.state == State.UNSAFE.value]
+            self._notes |= dict.fromkeys(map(_named, unsafe))
+            if report is None:
+                self._notes[NOTHING_TO_PATCH] = None
         return self._plans[precision]
 
     def _circumstances(self) -> dict[str, Any]:
@@ -206,6 +208,10 @@ class _Run:
                 }
                 for variant in variants
             }
+
+
+def _named(patch: str) -> str:
+    return f"{patch} is named here: the presets of t5fastpatch, all too, leave it out."
 
 
 def _shown(made: Plan) -> list[Variant]:
