@@ -49,7 +49,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("shape", SMALL)
 def test_other_architectures_are_measured_and_there_is_nothing_to_patch(shape: str) -> None:
-    workloads = ("micro", "encoder", "decoder_step", "forward", "greedy", "trainer", "results")
+    workloads = ("micro", "stack", "greedy", "trainer", "results")
     result = run(Settings(shape=shape, workloads=workloads, **ONCE))
     assert result["notes"] == [NOTHING_TO_PATCH]
     assert result["failures"] == []

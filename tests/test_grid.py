@@ -164,6 +164,12 @@ def workloads_of(result: Any) -> list[str]:
     return [cell["cell"]["workload"] for cell in result["cells"]]
 
 
+def test_every_part_of_a_model_runs_on_text_of_exactly_the_lengths(folder: str) -> None:
+    result = run(Settings(model=folder, workloads=("stack",), text="full", patches=("layer_norm",), **ONCE))
+    assert workloads_of(result) == list(LEVELS["stack"])
+    assert result["failures"] == []
+
+
 def test_a_compiled_forward_is_timed_and_leaves_nothing_behind(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Dynamo without a C++ compiler.
     monkeypatch.setattr(torch.nn.Module, "compile", eagerly_compiled)

@@ -13,6 +13,7 @@ from ..errors import NotFoundError
 from .precision import Precision, precision_of
 from .settings import Settings
 from .subject import Subject, attention_of, attentions_of
+from .workloads import first_block
 
 RESULTS = "results"
 LEVELS: Mapping[str, tuple[str, ...]] = {
@@ -156,4 +157,6 @@ def _makes_sense(workload: str, compiled: bool, subject: Subject) -> bool:
         return subject.seq2seq and subject.tokenizer is not None
     if level == "generate" or workload == "decoder_step":
         return subject.seq2seq
+    if workload == "block":
+        return first_block(subject.fp32) is not None
     return not (workload == "encoder" and not subject.seq2seq)  # an encoder's forward is its encoder's

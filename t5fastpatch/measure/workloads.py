@@ -118,18 +118,23 @@ def block(model: nn.Module, batch: Batch) -> Workload:
     Raises:
         T5FastPatchError: the model has no block of a T5 family.
     """
-    first = next((module for module in model.modules() if role_of(type(module)) is Role.BLOCK), None)
+    first = first_block(model)
     if first is None:
         raise T5FastPatchError(f"a {type(model).__name__} has no block of a T5 family")
     seen: list[tuple[Any, Any]] = []
     handle = first.register_forward_pre_hook(lambda _, *arguments: seen.append(arguments), with_kwargs=True)
     try:
         with torch.no_grad():
-            model(**batch)
+            (encoder(model) if is_seq2seq(model) else model)(**encoder_inputs(batch))
     finally:
         handle.remove()
     args, kwargs = seen[0]
     return Workload("block", lambda: lambda: first(*args, **kwargs), first)
+
+
+def first_block(model: nn.Module) -> nn.Module | None:
+    """The first block of a T5 family in the model, its encoder's."""
+    return next((module for module in model.modules() if role_of(type(module)) is Role.BLOCK), None)
 
 
 def encoder(model: Any) -> nn.Module:
