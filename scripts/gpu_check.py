@@ -224,7 +224,7 @@ def ablate(piece: Settings, findings: Findings, budget: Budget) -> str:
     result = run(piece, Progress(), Store(findings.lines_of(str(piece.shape))), wanted)
     if result["failures"]:
         raise T5FastPatchError("not measured:\n" + "\n".join(result["failures"]))
-    return f"{len(result['cells'])} cells"
+    return f"cells: {len(result['cells'])}"
 
 
 def run_tests(folder: Path) -> str:
@@ -313,6 +313,7 @@ def check(scale: Scale, device: torch.device, budget: Budget, findings: Findings
         elif findings.wants(name):
             findings.left_out.append(name)
     findings.add("device afterwards", lambda: device_facts(device))
+    findings.write()  # what was left out, too
 
 
 def time_table(ablations: dict[str, Any]) -> Table:
@@ -390,7 +391,10 @@ def main(
     findings = Findings(folder, scale.shapes, about, only or ())
     check(scale, place, left, findings)
     console = Console(width=110)
-    console.print(time_table(findings.ablations()), part_table(findings))
+    times = time_table(findings.ablations())
+    if times.row_count:
+        console.print(times)
+    console.print(part_table(findings))
     for each in findings.left_out:
         print(f"left out, there was no time: {each}")
     if any("error" in part for part in findings.parts):

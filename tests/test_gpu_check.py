@@ -163,6 +163,7 @@ def test_what_no_time_is_left_for_is_named(tmp_path: Path) -> None:
     found = findings(tmp_path, (", batch 1",))
     gpu_check.check(gpu_check.SMALL, CPU, gpu_check.Budget(0), found)
     assert found.left_out[:2] == FIRST_PIECES
+    assert written(tmp_path)["left_out"] == found.left_out
     assert found.ablations() == {}
 
 
@@ -171,7 +172,7 @@ def test_so_is_what_is_left_of_a_piece(tmp_path: Path, monkeypatch: pytest.Monke
     answers = iter([True, False])
     monkeypatch.setattr(budget, "is_left", lambda: next(answers))
     piece = next(gpu_check.pieces(gpu_check.SMALL, CPU))
-    assert gpu_check.ablate(piece, found, budget) == "1 cells"
+    assert gpu_check.ablate(piece, found, budget) == "cells: 1"
     assert [each.partition(",")[0] for each in found.left_out] == ["toy: encoder"]
     assert [cell["cell"]["workload"] for cell in found.ablations()["toy"]["cells"]] == ["decoder_step"]
 
