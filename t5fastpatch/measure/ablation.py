@@ -47,13 +47,19 @@ class Progress:
     start: Callable[[str, int], Callable[[], None]] = lambda description, steps: lambda: None
 
 
-def run(settings: Settings, progress: Progress = Progress(), store: Store | None = None) -> Result:
+def run(
+    settings: Settings,
+    progress: Progress = Progress(),
+    store: Store | None = None,
+    wanted: Callable[[Cell], bool] = lambda cell: True,
+) -> Result:
     """Runs an ablation: every cell's times, counts and results, all variants of a cell against each other.
 
     Args:
         settings: what to run.
         progress: told how long it will take, and how far it is.
         store: gets each cell when it is finished; those that it has already are not measured again.
+        wanted: asked before each cell is measured; the result goes without those that it refuses.
 
     Raises:
         T5FastPatchError: a setting names something that is not there, a patch is on already, or sacrebleu or, for the
@@ -61,14 +67,17 @@ def run(settings: Settings, progress: Progress = Progress(), store: Store | None
     """
     require("sacrebleu")
     with torch.no_grad(), _threads(settings):
-        return _Run(settings, progress, store).result()
+        return _Run(settings, progress, store, wanted).result()
 
 
 class _Run:
-    def __init__(self, settings: Settings, progress: Progress, store: Store | None) -> None:
+    def __init__(
+        self, settings: Settings, progress: Progress, store: Store | None, wanted: Callable[[Cell], bool]
+    ) -> None:
         self._settings = settings
         self._progress = progress
         self._store = store
+        self._wanted = wanted
         self._patches = list_patches() if settings.patches is None else list(select(settings.patches).patches)
         self._subject = subject_for(settings.model, settings.shape, settings.device, settings.seed)
         self._notes: dict[str, None] = {}
@@ -102,7 +111,9 @@ class _Run:
         if self._store and left:
             self._store.append({name: value for name, value in found.items() if name != "cells"})
         for cell in self._cells:
-            record = self._finished(keys[cell]) or self._try(cell, keys[cell])
+            record = self._finished(keys[cell])
+            if record is None and self._wanted(cell):
+                record = self._try(cell, keys[cell])
             if record is not None:
                 found["cells"].append(record)
         return found
@@ -141,7 +152,8 @@ class _Run:
     def _circumstances(self) -> dict[str, Any]:
         """What a cell's figures depend on beside the cell."""
         settings = self._settings
-        names = ("patches", "shapley", "samples", "rounds", "min_rounds", "width", "time_budget", "num_beams", "seed")
+        how_long = ("rounds", "min_rounds", "width", "time_budget")
+        names = ("patches", "shapley", "samples", "counts", "num_beams", "seed", *how_long)
         return {
             **{name: getattr(settings, name) for name in names},
             "subject": self._subject.fingerprint(),

@@ -59,6 +59,7 @@ class Model(Level):
         super().__init__()
         self._subject = subject
         self._cell = cell
+        self._counts = settings.counts
         self._bench = self.enter_context(Bench(subject, cell, settings.num_beams, settings.seed))
 
     def variants(self, plan: Plan) -> list[Variant]:
@@ -69,7 +70,7 @@ class Model(Level):
 
     def more(self, variants: Sequence[Variant]) -> dict[str, dict[str, Any]]:
         # A generation is the same decoder step many times, and a compiled region runs eagerly under a census.
-        if self._cell.level != "stack" or self._cell.compiled:
+        if not self._counts or self._cell.level != "stack" or self._cell.compiled:
             return {}
         found = {each.name: {"census": _totals(self._bench.census(each))} for each in variants if each.shown}
         ends = [each for each in variants if each.state == "stock" or ALL in (each.name, each.same_as)]

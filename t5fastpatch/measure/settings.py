@@ -34,6 +34,7 @@ class Settings:
         min_rounds: rounds whatever the interval's width and the budget.
         width: of the 95% intervals, at which a cell is done.
         time_budget: seconds for a cell, after which only the least number of rounds is still made.
+        counts: whether a model's own calls also have a census and, stock and with all patches, a profile.
         threads: of PyTorch on the CPU; `None` for one with the embedded model, and PyTorch's own number with any other.
         seed: of the order of sentences and variants, of random weights and pieces, and of the resampling.
     """
@@ -57,6 +58,7 @@ class Settings:
     min_rounds: int = 8
     width: float = 0.01
     time_budget: float = 15.0
+    counts: bool = True
     threads: int | None = None
     seed: int = 0
 
