@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from .bench import Bench
 from .cells import RESULTS, Cell
 from .precision import Precision
 from .settings import Settings
-from .subject import Subject
+from .subject import Subject, attention_of
 from .timing import MOST_CALLS, SAMPLE_SECONDS, stopwatch_for
 from .variants import Variant, stock
 
@@ -81,7 +81,8 @@ class Estimate:
         return self._costs[workload, precision]
 
     def _probe(self, workload: str, precision: Precision, batch_size: int, length: int) -> float:
-        cell = Cell("stack", workload, precision.value, "eager", False, batch_size, length, length, "full")
+        attention = attention_of(self._subject.fp32)
+        cell = Cell("stack", workload, precision.value, attention, False, batch_size, length, length, "full")
         variant = Variant(stock(precision), precision)
         watch = stopwatch_for(self._subject.device)
         with Bench(self._subject, cell) as bench, bench.entry(variant)() as prepare:
@@ -94,8 +95,3 @@ def in_words(seconds: float) -> str:
     if seconds < 90:
         return f"{max(1, round(seconds))} s"
     return f"{round(seconds / 60)} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
-
-
-def variants_by_cell(cells: Iterable[Cell], counts: Mapping[str, int]) -> list[tuple[Cell, int]]:
-    """Each cell with the number of variants of its precision."""
-    return [(cell, counts[cell.precision]) for cell in cells]
