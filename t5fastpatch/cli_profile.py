@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .errors import NotFoundError, NothingToPatchError, T5FastPatchError
-from .loading import quiet
 
 if TYPE_CHECKING:
     from .measure.cells import Cell
@@ -63,6 +62,8 @@ def profile(
     for path in (trace, json):
         if path is not None and not path.parent.is_dir():
             raise T5FastPatchError(f"cannot write {str(path)!r}: there is no directory {str(path.parent)!r}")
+    # Imported here, so that the command's help needs no torch.
+    from .loading import quiet
     from .measure.cells import LEVELS, Cell, level_of
     from .measure.precision import precision_of
     from .measure.subject import attention_of, subject_for
