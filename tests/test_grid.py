@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from pathlib import Path
@@ -17,10 +18,12 @@ from t5fastpatch.measure.ablation import Progress, run
 from t5fastpatch.measure.bench import Bench
 from t5fastpatch.measure.cells import LEVELS, Cell, grid, key_of
 from t5fastpatch.measure.estimate import Estimate, in_words
+from t5fastpatch.measure.levels import level_for
 from t5fastpatch.measure.precision import Precision, in_precision
 from t5fastpatch.measure.settings import PRESETS, Settings, preset
 from t5fastpatch.measure.store import Store
 from t5fastpatch.measure.subject import Subject, attention_of, attentions_of, load
+from t5fastpatch.measure.trainer import TrainerLevel
 from t5fastpatch.measure.variants import Variant
 from t5fastpatch.reports.reading import read
 
@@ -158,6 +161,20 @@ def test_the_trainers_level_reports_what_users_see(folder: str) -> None:
     fp32, fp16 = plain[0]["evaluation"], plain[1]["evaluation"]
     assert fp16["loss"] == pytest.approx(fp32["loss"], rel=1e-2)
     assert fp16["loss"] != fp32["loss"]
+
+
+def test_the_trainers_row_of_tf32_has_its_products_in_tf32(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    def entry(level: TrainerLevel, patches: Any, keep: Any) -> Any:
+        return lambda: contextlib.nullcontext(lambda: lambda: torch.backends.cuda.matmul.allow_tf32)
+
+    monkeypatch.setattr(TrainerLevel, "entry", entry)
+    cell = Cell("trainer", "evaluate", "tf32", attention_of(subject.fp32), False, 2, 8, 4, "sentences")
+    for precision in (Precision.FP32, Precision.TF32):
+        with (
+            level_for(subject, cell, Settings(samples=2), []) as level,
+            level.entry(Variant(f"stock {precision}", precision))() as prepare,
+        ):
+            assert prepare()() is (precision is Precision.TF32)
 
 
 def workloads_of(result: Any) -> list[str]:

@@ -14,7 +14,7 @@ from .bench import Bench
 from .cells import Cell
 from .census import Census, census
 from .micro import micro_ops
-from .precision import Precision
+from .precision import Precision, tensor_cores_for_fp32
 from .profiling.profiler import profile_variants
 from .settings import Settings
 from .subject import Subject
@@ -149,7 +149,14 @@ class Trainer(Level):
             settings,
             self._subject.device,
         )
-        return level.entry(variant.patches, lambda found: self._evaluations.__setitem__(variant.name, found))
+        entry = level.entry(variant.patches, lambda found: self._evaluations.__setitem__(variant.name, found))
+
+        @contextlib.contextmanager
+        def entered() -> Iterator[Prepare]:
+            with tensor_cores_for_fp32(variant.precision is Precision.TF32), entry() as prepare:
+                yield prepare
+
+        return entered
 
     def more(self, variants: Sequence[Variant]) -> dict[str, dict[str, Any]]:
         return {each.name: {"evaluation": dataclasses.asdict(self._evaluations[each.name])} for each in variants}
