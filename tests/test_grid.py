@@ -11,6 +11,7 @@ import torch
 import transformers
 from tiny import save_model
 
+import t5fastpatch
 from t5fastpatch import T5FastPatchError, status
 from t5fastpatch.cli import main
 from t5fastpatch.measure import ablation
@@ -95,6 +96,12 @@ def test_models_are_told_apart_by_their_weights(folder: str, subject: Subject) -
     assert again.fingerprint() == subject.fingerprint()
     with torch.no_grad():
         again.fp32.decoder.final_layer_norm.weight[3] += 1e-3
+    assert again.fingerprint() != subject.fingerprint()
+
+
+def test_subjects_are_told_apart_by_their_sentences(folder: str, subject: Subject) -> None:
+    again = load(folder, "cpu")
+    again.sentences = [*again.sentences[:-1], dataclasses.replace(again.sentences[-1], target="another")]
     assert again.fingerprint() != subject.fingerprint()
 
 
@@ -246,6 +253,17 @@ def test_other_circumstances_are_other_cells(folder: str, tmp_path: Path) -> Non
         run(each, Progress(said.append), Store(store))
     assert [line.partition(":")[0] for line in said] == ["1 cells", "1 cells, all finished already", "1 cells"]
     assert len(read(store)["cells"]) == 2
+
+
+def test_a_patch_more_is_measured_anew(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings(model=folder, workloads=("encoder",), **ONCE)
+    store = tmp_path / "cells.jsonl"
+    said: list[str] = []
+    monkeypatch.setattr(ablation, "list_patches", lambda: t5fastpatch.list_patches()[:1])
+    run(settings, Progress(said.append), Store(store))
+    monkeypatch.undo()
+    run(settings, Progress(said.append), Store(store))
+    assert [line.partition(":")[0] for line in said] == ["1 cells", "1 cells"]
 
 
 def test_a_line_that_was_cut_off_is_measured_again_and_nothing_else_lost(folder: str, tmp_path: Path) -> None:

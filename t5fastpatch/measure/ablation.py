@@ -142,6 +142,8 @@ class _Run:
         names = ("patches", "shapley", "samples", "rounds", "min_rounds", "width", "time_budget", "num_beams", "seed")
         return {
             **{name: getattr(settings, name) for name in names},
+            # By name: the settings say `None` for all that are registered.
+            "patches": [patch.name for patch in self._patches],
             "subject": self._subject.fingerprint(),
             "environment": fixed_environment(self._subject.device),
         }
