@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,8 @@ def test_the_micro_level_has_a_row_for_stock_and_for_the_one_patch(folder: str) 
     half = transformers.T5ForConditionalGeneration.from_pretrained(folder).half()
     applies = [row.patch for row in status(half).rows if row.state.value in ("applies", "unsafe")]
     assert workloads_of(result) == [*applies, "activation"]
+    others = [patch.name for patch in t5fastpatch.list_patches() if patch.name not in applies]
+    assert [note.partition(" is not measured alone: ")[0] for note in result["notes"]] == others
     for cell in result["cells"]:
         name = cell["cell"]["workload"]
         expected = ["stock fp32", "stock fp16"] + ([] if name == "activation" else [name])
@@ -288,7 +291,9 @@ def test_a_file_of_something_else_is_not_written_to(folder: str, tmp_path: Path)
         assert file.read_text() == content
 
 
-def test_a_cell_that_cannot_run_is_a_failure_and_the_others_go_on(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cell_that_cannot_run_is_a_failure_and_the_others_go_on(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = Bench._make
 
     def make(bench: Bench, model: Any) -> Any:
@@ -303,6 +308,26 @@ def test_a_cell_that_cannot_run_is_a_failure_and_the_others_go_on(folder: str, m
     (failure,) = result["failures"]
     assert failure.startswith("encoder, 8 x 8, fp16, ")
     assert failure.endswith("RuntimeError: out of memory")
+    run(settings, store=Store(tmp_path / "cells.jsonl"))
+    assert read(tmp_path / "cells.jsonl")["failures"] == [failure]
+
+
+def test_the_trainer_on_sentences_without_references_is_a_failure_and_the_others_go_on(tmp_path: Path) -> None:
+    folder = str(save_model(tmp_path, references=False))
+    result = run(Settings(model=folder, workloads=("evaluate", "encoder"), patches=("layer_norm",), **ONCE))
+    assert workloads_of(result) == ["encoder"]
+    (failure,) = result["failures"]
+    assert "the Trainer's loss and BLEU take sentences, each with a reference" in failure
+
+
+def test_a_library_that_the_trainer_lacks_is_said_before_anything_is_measured(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    said: list[str] = []
+    with pytest.raises(T5FastPatchError, match="accelerate is not installed"):
+        run(Settings(model=folder, workloads=("encoder", "trainer"), **ONCE), Progress(said.append))
+    assert said == []
 
 
 def test_every_preset_says_beforehand_how_long_it_takes(subject: Subject) -> None:

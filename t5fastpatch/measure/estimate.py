@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from .bench import Bench
 from .cells import RESULTS, Cell
+from .evaluation import batch_count
 from .precision import Precision
 from .settings import Settings
 from .subject import Subject, attention_of
@@ -48,12 +49,11 @@ class Estimate:
     def _cell(self, cell: Cell, variants: int, settings: Settings) -> float:
         call = self._call(cell, settings)
         if cell.level == RESULTS:
-            sentences = len(self._subject.sentences[: settings.samples]) or 2 * cell.batch_size
-            return call * variants * -(-sentences // cell.batch_size)
+            return call * variants * batch_count(self._subject, cell, settings.samples)
         # A round times each variant for a while at least, and at most ten calls.
         sample = min(max(call, SAMPLE_SECONDS), call * MOST_CALLS) + call
         if cell.level == "trainer":
-            sample = call * -(-len(self._subject.sentences[: settings.samples]) // cell.batch_size)
+            sample = call * batch_count(self._subject, cell, settings.samples)
         one_round = sample * variants
         timed = min(settings.rounds * one_round, max(settings.min_rounds * one_round, settings.time_budget))
         return WARM_UP * call * variants + timed
