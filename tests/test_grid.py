@@ -15,7 +15,7 @@ from tiny import save_model
 import t5fastpatch
 from t5fastpatch import T5FastPatchError, status
 from t5fastpatch.cli import main
-from t5fastpatch.measure import ablation
+from t5fastpatch.measure import ablation, levels
 from t5fastpatch.measure.ablation import Progress, run
 from t5fastpatch.measure.bench import Bench
 from t5fastpatch.measure.cells import LEVELS, Cell, grid, key_of
@@ -41,6 +41,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def subject(folder: str) -> Subject:
     return load(folder, "cpu")
+
+
+@pytest.fixture(autouse=True)
+def one_profiled_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here looks at a profile."""
+    monkeypatch.setattr(levels, "PROFILED_CALLS", 1)
 
 
 def workloads(cells: list[Cell]) -> list[str]:
@@ -303,12 +309,11 @@ def test_a_cell_that_cannot_run_is_a_failure_and_the_others_go_on(
 
     monkeypatch.setattr(Bench, "_make", make)
     settings = Settings(model=folder, workloads=("encoder", "forward"), patches=("layer_norm",), **ONCE)
-    result = run(settings)
+    result = run(settings, store=Store(tmp_path / "cells.jsonl"))
     assert workloads_of(result) == ["forward"]
     (failure,) = result["failures"]
     assert failure.startswith("encoder, 8 x 8, fp16, ")
     assert failure.endswith("RuntimeError: out of memory")
-    run(settings, store=Store(tmp_path / "cells.jsonl"))
     assert read(tmp_path / "cells.jsonl")["failures"] == [failure]
 
 
