@@ -100,7 +100,9 @@ def wrong_scale(method: Method) -> list[Edit]:
 
 
 def test_a_wrong_patch_is_caught_by_the_results(tmp_path: Path) -> None:
-    patch = SourcePatch("wrong_scale", "drops the scale", Contract.ROUNDING, Role.ATTENTION, wrong_scale, 1)
+    patch = SourcePatch(
+        "wrong_scale", "adds a scale that T5 has not", Contract.ROUNDING, Role.ATTENTION, wrong_scale, 1
+    )
     t5fastpatch.register(patch)
     folder = save_model(tmp_path, transformers.T5EncoderModel)
     settings = Settings(model=str(folder), patches=("wrong_scale", "layer_norm"), workloads=("results",), **ONCE)

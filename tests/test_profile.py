@@ -25,6 +25,7 @@ from t5fastpatch.measure.profiling.profile import Op, Profile, combined
 from t5fastpatch.measure.profiling.profiler import CALL, profile_call, summary
 from t5fastpatch.measure.profiling.report import Profiled, tables
 from t5fastpatch.measure.profiling.tensor_cores import uses_tensor_cores
+from t5fastpatch.measure.shapes import random_model
 from t5fastpatch.registry import State
 
 CPU = torch.device("cpu")
@@ -422,6 +423,23 @@ def test_one_variant_stands_alone(run: Callable[..., None], capsys: pytest.Captu
     text = capsys.readouterr().out
     assert "The 3 ops that take longest" in text
     assert "only in A" not in text
+
+
+def test_where_there_is_nothing_to_patch_the_model_is_profiled_as_it_is(
+    run: Callable[..., None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = random_model("gpt2", CPU, n_embd=32, n_layer=1, n_head=2, vocab_size=64)
+    monkeypatch.setattr("t5fastpatch.measure.subject.random_model", lambda *_: small)
+    gpt2 = ("--shape", "gpt2", "--workload", "forward", "--source-length", "8")
+    run(*gpt2)
+    alone = capsys.readouterr()
+    assert "nothing to patch" in alone.err
+    assert "Where the time goes" in alone.out
+    assert "B is" not in alone.out
+    run(*gpt2, "--against", "fp32")
+    beside = capsys.readouterr().out
+    assert "A is stock fp32" in beside
+    assert "B is stock fp16" in beside
 
 
 def test_the_command_says_what_it_can_not_do(run: Callable[..., None], tmp_path: Path) -> None:
