@@ -18,7 +18,7 @@ from t5fastpatch.cli import main
 from t5fastpatch.measure import ablation, levels
 from t5fastpatch.measure.ablation import Progress, run
 from t5fastpatch.measure.bench import Bench
-from t5fastpatch.measure.cells import LEVELS, Cell, grid, key_of
+from t5fastpatch.measure.cells import LEVELS, Cell, grid, key_of, left_out
 from t5fastpatch.measure.estimate import Estimate, in_words
 from t5fastpatch.measure.levels import level_for
 from t5fastpatch.measure.precision import Precision, in_precision
@@ -89,6 +89,14 @@ def test_what_has_no_target_is_not_measured_once_for_each(subject: Subject) -> N
 def test_generations_and_the_trainer_are_not_compiled(subject: Subject) -> None:
     cells = grid(Settings(workloads=("stack", "generate", "trainer"), compiled=(True,)), subject, [])
     assert {cell.level for cell in cells} == {"stack"}
+
+
+def test_what_is_left_out_is_named(subject: Subject) -> None:
+    settings = Settings(workloads=("stack", "micro"), precisions=("fp16", "tf32"), attentions=("default", "eager"))
+    assert left_out(settings, grid(settings, subject, MICRO), MICRO) == ["tf32"]
+    random = Subject("random weights", subject.fp32)
+    settings = Settings(workloads=("encoder", "trainer"))
+    assert left_out(settings, grid(settings, random, MICRO), MICRO) == ["evaluate", "evaluate_smoothed"]
 
 
 def test_a_key_is_that_of_a_cell_and_its_circumstances(subject: Subject) -> None:

@@ -17,7 +17,7 @@ from ..registry import list_patches, select
 from ..report import Report
 from ..reports.schema import SCHEMA, CellRecord, Result
 from .attribution import Attribution, attribution, coalitions
-from .cells import RESULTS, Cell, grid, key_of
+from .cells import RESULTS, Cell, grid, key_of, left_out
 from .environment import environment, fixed_environment
 from .estimate import Estimate, in_words
 from .evaluation import Evaluation, batch_count
@@ -74,7 +74,10 @@ class _Run:
         self._notes: list[str] = []
         self._failures: list[str] = []
         self._plans: dict[str, Plan] = {}
-        self._cells = grid(settings, self._subject, self._micro())
+        micro = self._micro()
+        self._cells = grid(settings, self._subject, micro)
+        if missing := left_out(settings, self._cells, micro):
+            self._notes.append(f"not for this model, device or release, and left out: {', '.join(missing)}")
         for cell in self._cells:
             self._plan(cell.precision)
         if any(cell.level == "trainer" for cell in self._cells):
