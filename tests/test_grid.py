@@ -16,6 +16,7 @@ import t5fastpatch
 from t5fastpatch import T5FastPatchError, status
 from t5fastpatch.cli import main
 from t5fastpatch.measure import ablation, levels
+from t5fastpatch.measure import workloads as workloads_module
 from t5fastpatch.measure.ablation import Progress, run
 from t5fastpatch.measure.bench import Bench
 from t5fastpatch.measure.cells import LEVELS, Cell, grid, key_of, left_out
@@ -156,6 +157,34 @@ def test_an_attention_implementation_is_on_for_a_cell_only(subject: Subject) -> 
             assert attention_of(subject.model(Precision.FP16)) == name
         assert (counts.by_op["scaled_dot_product_attention"] > 0) == (name == "sdpa")
     assert attention_of(subject.fp32) == attention_of(subject.model(Precision.FP16)) == before
+
+
+@pytest.mark.parametrize(
+    ("workload", "options"),
+    [
+        ("greedy", {"num_beams": 1, "max_new_tokens": 4, "min_new_tokens": 4}),
+        ("greedy_free", {"num_beams": 1, "max_new_tokens": 4}),
+        ("beam", {"num_beams": 3, "max_new_tokens": 4, "min_new_tokens": 4}),
+        ("beam_free", {"num_beams": 3, "max_new_tokens": 4}),
+    ],
+)
+def test_a_generation_has_the_beams_and_the_length_of_its_name(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch, workload: str, options: dict[str, int]
+) -> None:
+    asked: list[dict[str, int]] = []
+
+    def search(model: Any, inputs: Any, **options: int) -> torch.Tensor:
+        asked.append(options)
+        return plain_search(model, inputs, **options)
+
+    plain_search = workloads_module.search
+    monkeypatch.setattr(workloads_module, "search", search)
+    cell = Cell("generate", workload, "fp32", attention_of(subject.fp32), False, 2, 8, 4, "sentences")
+    stock = Variant("stock fp32", Precision.FP32)
+    with torch.no_grad(), Bench(subject, cell, num_beams=3) as bench, bench.entry(stock)() as prepare:
+        tokens = prepare()()
+    assert asked == [options]
+    assert tokens.shape[1] == 5 or workload.endswith("_free")
 
 
 def test_the_micro_level_has_a_row_for_stock_and_for_the_one_patch(folder: str) -> None:
