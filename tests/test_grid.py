@@ -26,7 +26,7 @@ from t5fastpatch.measure.precision import Precision, in_precision
 from t5fastpatch.measure.settings import PRESETS, Settings, preset
 from t5fastpatch.measure.store import Store
 from t5fastpatch.measure.subject import Subject, attention_of, attentions_of, load
-from t5fastpatch.measure.trainer import TrainerLevel
+from t5fastpatch.measure.trainer import TrainerEvaluation, TrainerLevel
 from t5fastpatch.measure.variants import Variant
 from t5fastpatch.reports.reading import read
 
@@ -228,6 +228,44 @@ def test_the_trainers_row_of_tf32_has_its_products_in_tf32(subject: Subject, mon
             level.entry(Variant(f"stock {precision}", precision))() as prepare,
         ):
             assert prepare()() is (precision is Precision.TF32)
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype", "full_eval"),
+    [
+        (Precision.FP32, torch.float32, None),
+        (Precision.FP16, torch.float32, "fp16"),
+        (Precision.BF16, torch.float32, "bf16"),
+        (Precision.FP16_LOADED, torch.float16, None),
+    ],
+    ids=str,
+)
+def test_the_trainer_casts_what_full_eval_casts_and_no_model_that_is_in_half_already(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch, precision: Precision, dtype: torch.dtype, full_eval: str | None
+) -> None:
+    made: list[TrainerLevel] = []
+    monkeypatch.setattr(TrainerLevel, "entry", lambda level, patches, keep: made.append(level))
+    cell = Cell("trainer", "evaluate", str(precision), attention_of(subject.fp32), False, 2, 8, 4, "sentences")
+    with level_for(subject, cell, Settings(samples=2), []) as level:
+        level.entry(Variant(f"stock {precision}", precision))
+    (trainer,) = made
+    assert (trainer.load().dtype, trainer.settings.full_eval) == (dtype, full_eval)
+
+
+def test_the_trainers_times_are_medians_over_its_evaluations(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = iter([TrainerEvaluation(seconds, 1 / seconds, 3.0, 0.5, 4.0, {}) for seconds in (9.0, 2.0, 4.0)])
+
+    def entry(level: TrainerLevel, patches: Any, keep: Any) -> Any:
+        return lambda: contextlib.nullcontext(lambda: lambda: keep(next(found)))
+
+    monkeypatch.setattr(TrainerLevel, "entry", entry)
+    cell = Cell("trainer", "evaluate", "fp16", attention_of(subject.fp32), False, 2, 8, 4, "sentences")
+    stock = Variant("stock fp16", Precision.FP16)
+    with level_for(subject, cell, Settings(samples=2), []) as level, level.entry(stock)() as prepare:
+        for _ in range(3):
+            prepare()()
+        evaluation = level.more([stock])["stock fp16"]["evaluation"]
+    assert (evaluation["runtime"], evaluation["samples_per_second"], evaluation["loss"]) == (4.0, 1 / 4, 3.0)
 
 
 def workloads_of(result: Any) -> list[str]:
