@@ -151,10 +151,12 @@ def test_an_attention_implementation_is_on_for_a_cell_only(subject: Subject) -> 
     before = attention_of(subject.fp32)
     for name in attentions_of(subject.fp32):
         cell = Cell("stack", "forward", "fp16", name, False, 2, 8, 4, "sentences")
+        subject.keep([])
         with Bench(subject, cell) as bench:
             counts = bench.census(Variant("stock fp16", Precision.FP16))
             # A model made for the cell has it too.
-            assert attention_of(subject.model(Precision.FP16)) == name
+            for precision in (Precision.FP16, Precision.FP16_LOADED):
+                assert attention_of(subject.model(precision)) == name
         assert (counts.by_op["scaled_dot_product_attention"] > 0) == (name == "sdpa")
     assert attention_of(subject.fp32) == attention_of(subject.model(Precision.FP16)) == before
 
@@ -243,12 +245,13 @@ def test_the_trainers_row_of_tf32_has_its_products_in_tf32(subject: Subject, mon
 def test_the_trainer_casts_what_full_eval_casts_and_no_model_that_is_in_half_already(
     subject: Subject, monkeypatch: pytest.MonkeyPatch, precision: Precision, dtype: torch.dtype, full_eval: str | None
 ) -> None:
-    made: list[TrainerLevel] = []
-    monkeypatch.setattr(TrainerLevel, "entry", lambda level, patches, keep: made.append(level))
+    made: list[tuple[TrainerLevel, Any]] = []
+    monkeypatch.setattr(TrainerLevel, "entry", lambda level, patches, keep: made.append((level, patches)))
     cell = Cell("trainer", "evaluate", str(precision), attention_of(subject.fp32), False, 2, 8, 4, "sentences")
     with level_for(subject, cell, Settings(samples=2), []) as level:
-        level.entry(Variant(f"stock {precision}", precision))
-    (trainer,) = made
+        level.entry(Variant("layer_norm", precision, ("layer_norm",)))
+    ((trainer, patches),) = made
+    assert patches == ("layer_norm",)
     assert (trainer.load().dtype, trainer.settings.full_eval) == (dtype, full_eval)
 
 
