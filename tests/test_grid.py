@@ -20,7 +20,7 @@ from t5fastpatch.measure import workloads as workloads_module
 from t5fastpatch.measure.ablation import Progress, run
 from t5fastpatch.measure.bench import Bench
 from t5fastpatch.measure.cells import LEVELS, Cell, grid, key_of, left_out
-from t5fastpatch.measure.estimate import Estimate, in_words
+from t5fastpatch.measure.estimate import Cost, Estimate, in_words
 from t5fastpatch.measure.levels import level_for
 from t5fastpatch.measure.precision import Precision, in_precision
 from t5fastpatch.measure.settings import PRESETS, Settings, preset
@@ -433,6 +433,33 @@ def test_an_estimate_grows_with_what_is_asked(subject: Subject) -> None:
     assert seconds(greedy) < seconds(dataclasses.replace(greedy, lengths=((8, 64),)))
     assert seconds(greedy) < seconds(greedy, variants=8)
     assert seconds(greedy) < seconds(dataclasses.replace(greedy, min_rounds=40, rounds=40))
+
+
+@pytest.mark.parametrize(
+    ("workload", "call"),
+    [
+        ("forward", 1.0),
+        ("decoder_step", 0.5),
+        ("greedy", 1 + 16 * 0.5),
+        ("evaluate", 3 * (1 + 16 * 0.5)),  # two batches, the first of them twice
+    ],
+)
+def test_an_estimate_counts_calls_as_they_are_made(subject: Subject, workload: str, call: float) -> None:
+    estimate = Estimate(subject)
+    estimate._costs = {("forward", "fp16"): Cost(1.0, 0.0), ("decoder_step", "fp16"): Cost(0.5, 0.0)}
+    settings = Settings(workloads=(workload,), lengths=((8, 16),), batch_sizes=(4,), samples=8, time_budget=0)
+    (cell,) = grid(settings, subject, MICRO)
+    assert estimate.seconds([(cell, 5)], settings) == pytest.approx((2 + settings.min_rounds) * 5 * call)
+    patient = dataclasses.replace(settings, time_budget=1e6)
+    assert estimate.seconds([(cell, 5)], patient) == pytest.approx((2 + settings.rounds) * 5 * call)
+
+
+def test_short_calls_are_estimated_as_often_as_they_are_made(subject: Subject) -> None:
+    estimate = Estimate(subject)
+    estimate._costs = {("forward", "fp16"): Cost(0.005, 0.0), ("decoder_step", "fp16"): Cost(0.0, 0.0)}
+    settings = Settings(workloads=("forward",), time_budget=0)
+    cells = grid(settings, subject, MICRO)
+    assert estimate.seconds([(cells[0], 1)], settings) == pytest.approx(0.005 * (2 + settings.min_rounds * (4 + 1)))
 
 
 @pytest.mark.parametrize(

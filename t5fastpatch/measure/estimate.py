@@ -11,7 +11,7 @@ from .evaluation import batch_count
 from .precision import Precision
 from .settings import Settings
 from .subject import Subject, attention_of
-from .timing import MOST_CALLS, SAMPLE_SECONDS, stopwatch_for
+from .timing import calls_per_sample, stopwatch_for
 from .variants import Variant, stock
 
 # Two small shapes, batch size and length: what a call costs anyway, and what each token adds.
@@ -50,11 +50,10 @@ class Estimate:
         call = self._call(cell, settings)
         if cell.level == RESULTS:
             return call * variants * batch_count(self._subject, cell, settings.samples)
-        # A round times each variant for a while at least, and at most ten calls.
-        sample = min(max(call, SAMPLE_SECONDS), call * MOST_CALLS) + call
         if cell.level == "trainer":
-            sample = call * batch_count(self._subject, cell, settings.samples)
-        one_round = sample * variants
+            call *= batch_count(self._subject, cell, settings.samples) + 1  # the first batch also warms up
+        calls = calls_per_sample(call)
+        one_round = call * (calls + (calls > 1)) * variants
         timed = min(settings.rounds * one_round, max(settings.min_rounds * one_round, settings.time_budget))
         return WARM_UP * call * variants + timed
 

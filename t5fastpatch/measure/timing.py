@@ -102,7 +102,7 @@ def interleave(
     seconds: dict[str, list[float]] = {name: [] for name in order}
     stopped = "rounds"
     with old_objects_set_aside():
-        calls = _calls_per_sample(_warm_up(variants, stopwatch))
+        calls = calls_per_sample(_warm_up(variants, stopwatch))
         for done in range(limits.rounds):
             if done >= limits.min_rounds:
                 if clock() > ends:
@@ -135,7 +135,8 @@ def _warm_up(variants: Mapping[str, Entry], stopwatch: Stopwatch) -> float:
     return statistics.median(second)
 
 
-def _calls_per_sample(seconds: float) -> int:
+def calls_per_sample(seconds: float) -> int:
+    """How often a call of so many seconds is timed for one figure; one more, not timed, comes before several."""
     return min(MOST_CALLS, max(1, math.ceil(SAMPLE_SECONDS / seconds))) if seconds > 0 else MOST_CALLS
 
 
