@@ -102,12 +102,14 @@ def test_garbage_is_not_collected_during_a_round() -> None:
 
     @contextlib.contextmanager
     def entered() -> Iterator[Prepare]:
-        yield lambda: lambda: seen.append(gc.isenabled())
+        yield lambda: lambda: seen.append((gc.isenabled(), gc.get_freeze_count() > frozen))
 
+    frozen = gc.get_freeze_count()
     assert gc.isenabled()
     interleave({"only": entered}, lambda call: (call(), 1.0)[1], "only", Limits(rounds=2))
-    assert seen[2:] == [False, False]
+    assert seen[2:] == [(False, True), (False, True)]
     assert gc.isenabled()
+    assert gc.get_freeze_count() <= frozen
 
 
 def test_on_cuda_the_events_are_recorded_on_the_models_device(monkeypatch: pytest.MonkeyPatch) -> None:
