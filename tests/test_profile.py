@@ -25,7 +25,9 @@ from t5fastpatch.measure.profiling.profile import Op, Profile, combined
 from t5fastpatch.measure.profiling.profiler import CALL, profile_call, summary
 from t5fastpatch.measure.profiling.report import Profiled, tables
 from t5fastpatch.measure.profiling.tensor_cores import uses_tensor_cores
+from t5fastpatch.measure.profiling.turns import in_turn
 from t5fastpatch.measure.shapes import random_model
+from t5fastpatch.measure.timing import Entry, Prepare
 from t5fastpatch.registry import State
 
 CPU = torch.device("cpu")
@@ -315,6 +317,22 @@ def test_categories_add_up_to_the_whole(t5: Any) -> None:
 
 def test_the_same_call_makes_the_same_ops(t5: Any) -> None:
     assert counts(profiled(forward(t5))) == counts(profiled(forward(t5)))
+
+
+def test_variants_are_called_in_turn_and_the_first_round_is_left_out() -> None:
+    called: list[str] = []
+    measured: list[str] = []
+
+    def entry_of(name: str) -> Entry:
+        return lambda: contextlib.nullcontext(lambda: lambda: called.append(name))
+
+    def measure(name: str, prepare: Prepare) -> int:
+        measured.append(name)
+        return len(measured)
+
+    found = in_turn({"a": entry_of("a"), "b": entry_of("b")}, 3, measure)
+    assert found == {"a": [3, 5, 7], "b": [4, 6, 8]}
+    assert measured == called == ["a", "b"] * 4  # each called once before, unmeasured
 
 
 def test_what_is_prepared_is_no_part_of_the_call() -> None:
