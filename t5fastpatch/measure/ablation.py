@@ -120,9 +120,9 @@ class _Run:
         """The operations that can be run alone."""
         if self._status(Precision.FP32) is None:
             return []
-        ops, left_out = micro_ops(self._subject.fp32, self._patches)
+        ops, reasons = micro_ops(self._subject.fp32, self._patches)
         if "micro" in self._settings.workloads:
-            self._notes += [f"{name} is not measured alone: {why}" for name, why in left_out.items()]
+            self._notes += [f"{name} is not measured alone: {why}" for name, why in reasons.items()]
         return [op.name for op in ops]
 
     def _status(self, precision: Precision) -> Report | None:
