@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json as json_
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .errors import NotFoundError, NothingToPatchError, T5FastPatchError
-from .loading import quiet
+from .errors import NotFoundError, NothingToPatchError, NotT5Error, T5FastPatchError
 
 if TYPE_CHECKING:
     from .measure.cells import Cell
@@ -44,7 +44,7 @@ def profile(
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
     attention: Annotated[str, typer.Option(help="eager, sdpa, or default: what the release takes.")] = "default",
     workload: Annotated[
-        str, typer.Option(help="block, encoder, decoder_step, forward, greedy or beam.")
+        str, typer.Option(help="block, encoder, decoder_step, forward, greedy, beam, greedy_free or beam_free.")
     ] = "decoder_step",
     patches: Annotated[
         str, typer.Option(help="Names, with commas; 'all' that apply; 'stock' or 'fp32' for none of them.")
@@ -63,6 +63,8 @@ def profile(
     for path in (trace, json):
         if path is not None and not path.parent.is_dir():
             raise T5FastPatchError(f"cannot write {str(path)!r}: there is no directory {str(path.parent)!r}")
+    # Imported here, so that the command's help needs no torch.
+    from .loading import quiet
     from .measure.cells import LEVELS, Cell, level_of
     from .measure.precision import precision_of
     from .measure.subject import attention_of, subject_for
@@ -84,6 +86,9 @@ def profile(
         target_length,
         "sentences" if subject.sentences else "full",
     )
+    if patches == ALL and not _all_patches(subject, precision):
+        print("nothing to patch in this model: it is profiled as it is", file=sys.stderr)
+        patches, against = STOCK, NONE if against == STOCK else against
     names = [patches] if against == NONE else [against, patches]
     variants = _profiled(
         subject, cell, [_variant(name, subject, precision) for name in names], _How(calls, host, trace)
@@ -129,24 +134,31 @@ def _profiled(subject: Subject, cell: Cell, variants: Sequence[Variant], how: _H
 
 def _variant(name: str, subject: Subject, precision: Precision) -> Variant:
     """The variant that an option names: `stock`, `fp32`, `all` or patches."""
-    from .engine import status
     from .measure.precision import Precision
-    from .measure.variants import STOCK_FP32, Variant, plan, stock
-    from .registry import list_patches, select
+    from .measure.variants import STOCK_FP32, Variant, stock
+    from .registry import select
 
     if name == FP32:
         return Variant(STOCK_FP32, Precision.FP32)
     if name == STOCK:
         return Variant(stock(precision), precision)
-    if name == ALL:
-        # The largest set; a preset would leave out what is unsafe alone.
-        rows = plan(status(subject.model(precision)), list_patches(), precision).measured
-        patches = max(rows, key=lambda row: len(row.patches)).patches
-        if not patches:
-            raise NothingToPatchError("no patch applies to this model: profile it with --patches stock --against none")
-    else:
-        patches = tuple(patch.name for patch in select(name).patches)
+    patches = _all_patches(subject, precision) if name == ALL else tuple(each.name for each in select(name).patches)
+    if not patches:
+        raise NothingToPatchError("no patch applies to this model: profile it with --patches stock --against none")
     return Variant(" + ".join(patches), precision, patches)
+
+
+def _all_patches(subject: Subject, precision: Precision) -> tuple[str, ...]:
+    """The most patches that go together here, those that are unsafe alone too; none where there is nothing to patch."""
+    from .engine import status
+    from .measure.variants import plan
+    from .registry import list_patches
+
+    try:
+        report = status(subject.model(precision))
+    except NotT5Error:
+        return ()
+    return max(plan(report, list_patches(), precision).measured, key=lambda row: len(row.patches)).patches
 
 
 def _trace_file(folder: Path, workload: str, variant: str) -> Path:

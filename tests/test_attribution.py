@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from t5fastpatch.measure.attribution import Coalition, attribution, coalitions, orders_for, shapley
+from t5fastpatch.measure.attribution import Coalition, Share, attribution, coalitions, orders_for, shapley
 
 PLAYERS = ("a", "b", "c", "d", "e")
 Game = Callable[[Coalition], Any]
@@ -105,6 +106,10 @@ def test_a_sample_that_depends_on_the_orders_has_an_error() -> None:
     found = attribution({each: seconds(each) for each in coalitions(orders)}, orders)
     error = found.shares["a"].sampling_error
     assert error is not None
+    # "a" adds all of it where it is the last of the three; an order and its reverse are one observation.
+    adds = [0.1 * (max(order.index(each) for each in "abc") == order.index("a")) for order in orders]
+    pairs = [(one + other) / 2 for one, other in zip(adds[::2], adds[1::2], strict=True)]
+    assert error == pytest.approx(statistics.stdev(pairs) / math.sqrt(len(pairs)))
     assert error > 0
     assert abs(found.shares["a"].share - 0.1 / 3) < 4 * error
 
@@ -115,6 +120,22 @@ def test_up_to_five_patches_there_is_no_sampling_error() -> None:
     assert found.exact
     assert {name: share.sampling_error for name, share in found.shares.items()} == {"a": None, "b": None}
     assert [share.share for share in found.shares.values()] == pytest.approx([0.1, 0.1])
+
+
+def shares_of(saved: list[float]) -> Share:
+    """Of one patch that saves this, round by round."""
+    seconds = {frozenset(): [1.0] * len(saved), frozenset("a"): [1 - each for each in saved]}
+    return attribution(seconds, orders_for(("a",))).shares["a"]
+
+
+def test_a_share_is_claimed_at_99_per_cent_and_over_eight_rounds_or_more() -> None:
+    saved = [0.02, 0.01, 0.03, 0.02, 0.01, 0.02, 0.03, 0.02]
+    assert shares_of(saved).measurable
+    assert not shares_of(saved[:7]).measurable
+    # A quarter of the rounds on the other side: above 0 at 95%, and not at 99%.
+    unsure = shares_of([-0.02] * 5 + [0.02 + 0.001 * each for each in range(15)])
+    assert unsure.low > 0
+    assert not unsure.measurable
 
 
 def test_the_empty_set_and_the_whole_are_always_timed() -> None:

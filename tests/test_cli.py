@@ -97,3 +97,11 @@ def test_the_module_is_the_same_program() -> None:
 def test_names_in_the_variable_are_parted_by_commas_and_space(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("T5FASTPATCH", " layer_norm, softmax_dtype,,skip_inf_check ")
     assert autopatch.requested() == ["layer_norm", "softmax_dtype", "skip_inf_check"]
+
+
+def test_help_loads_neither_torch_nor_transformers() -> None:
+    program = (
+        "import sys; from t5fastpatch.cli import main; main(['profile', '--help'])\n"
+        "sys.exit(bool({'torch', 'transformers', 'matplotlib'} & set(sys.modules)))"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)

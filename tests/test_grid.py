@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +12,21 @@ import torch
 import transformers
 from tiny import save_model
 
+import t5fastpatch
 from t5fastpatch import T5FastPatchError, status
 from t5fastpatch.cli import main
-from t5fastpatch.measure import ablation
+from t5fastpatch.measure import ablation, levels
+from t5fastpatch.measure import workloads as workloads_module
 from t5fastpatch.measure.ablation import Progress, run
 from t5fastpatch.measure.bench import Bench
-from t5fastpatch.measure.cells import LEVELS, Cell, grid, key_of
-from t5fastpatch.measure.estimate import Estimate, in_words
+from t5fastpatch.measure.cells import LEVELS, Cell, grid, key_of, left_out
+from t5fastpatch.measure.estimate import Cost, Estimate, in_words
+from t5fastpatch.measure.levels import level_for
 from t5fastpatch.measure.precision import Precision, in_precision
 from t5fastpatch.measure.settings import PRESETS, Settings, preset
 from t5fastpatch.measure.store import Store
 from t5fastpatch.measure.subject import Subject, attention_of, attentions_of, load
+from t5fastpatch.measure.trainer import TrainerEvaluation, TrainerLevel
 from t5fastpatch.measure.variants import Variant
 from t5fastpatch.reports.reading import read
 
@@ -36,6 +42,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def subject(folder: str) -> Subject:
     return load(folder, "cpu")
+
+
+@pytest.fixture(autouse=True)
+def one_profiled_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here looks at a profile."""
+    monkeypatch.setattr(levels, "PROFILED_CALLS", 1)
 
 
 def workloads(cells: list[Cell]) -> list[str]:
@@ -64,7 +76,10 @@ def test_the_full_preset_is_the_whole_grid(subject: Subject) -> None:
 def test_the_report_preset_has_the_first_reports_settings(subject: Subject) -> None:
     settings = preset("report")
     assert (settings.samples, settings.batch_sizes, settings.lengths) == (100, (8, 16), ((12, 128),))
-    trainer = [cell for cell in grid(settings, subject, MICRO) if cell.level == "trainer"]
+    cells = grid(settings, subject, MICRO)
+    # The Trainer and the results are about sentences; whatever is only timed has full lengths.
+    assert {cell.level for cell in cells if cell.text == "sentences"} == {"trainer", "results"}
+    trainer = [cell for cell in cells if cell.level == "trainer"]
     assert {(cell.workload, cell.batch_size) for cell in trainer} == {
         ("evaluate", 8), ("evaluate", 16), ("evaluate_smoothed", 8), ("evaluate_smoothed", 16),
     }  # fmt: skip
@@ -80,6 +95,14 @@ def test_generations_and_the_trainer_are_not_compiled(subject: Subject) -> None:
     assert {cell.level for cell in cells} == {"stack"}
 
 
+def test_what_is_left_out_is_named(subject: Subject) -> None:
+    settings = Settings(workloads=("stack", "micro"), precisions=("fp16", "tf32"), attentions=("default", "eager"))
+    assert left_out(settings, grid(settings, subject, MICRO), MICRO) == ["tf32"]
+    random = Subject("random weights", subject.fp32)
+    settings = Settings(workloads=("encoder", "trainer"))
+    assert left_out(settings, grid(settings, random, MICRO), MICRO) == ["evaluate", "evaluate_smoothed"]
+
+
 def test_a_key_is_that_of_a_cell_and_its_circumstances(subject: Subject) -> None:
     cell, other = grid(Settings(workloads=("encoder", "forward")), subject, [])
     keys = {key_of(cell, {"a": 1}), key_of(other, {"a": 1}), key_of(cell, {"a": 2}), key_of(cell, {})}
@@ -92,6 +115,12 @@ def test_models_are_told_apart_by_their_weights(folder: str, subject: Subject) -
     assert again.fingerprint() == subject.fingerprint()
     with torch.no_grad():
         again.fp32.decoder.final_layer_norm.weight[3] += 1e-3
+    assert again.fingerprint() != subject.fingerprint()
+
+
+def test_subjects_are_told_apart_by_their_sentences(folder: str, subject: Subject) -> None:
+    again = load(folder, "cpu")
+    again.sentences = [*again.sentences[:-1], dataclasses.replace(again.sentences[-1], target="another")]
     assert again.fingerprint() != subject.fingerprint()
 
 
@@ -125,12 +154,42 @@ def test_an_attention_implementation_is_on_for_a_cell_only(subject: Subject) -> 
     before = attention_of(subject.fp32)
     for name in attentions_of(subject.fp32):
         cell = Cell("stack", "forward", "fp16", name, False, 2, 8, 4, "sentences")
+        subject.keep([])
         with Bench(subject, cell) as bench:
             counts = bench.census(Variant("stock fp16", Precision.FP16))
             # A model made for the cell has it too.
-            assert attention_of(subject.model(Precision.FP16)) == name
+            for precision in (Precision.FP16, Precision.FP16_LOADED):
+                assert attention_of(subject.model(precision)) == name
         assert (counts.by_op["scaled_dot_product_attention"] > 0) == (name == "sdpa")
     assert attention_of(subject.fp32) == attention_of(subject.model(Precision.FP16)) == before
+
+
+@pytest.mark.parametrize(
+    ("workload", "options"),
+    [
+        ("greedy", {"num_beams": 1, "max_new_tokens": 4, "min_new_tokens": 4}),
+        ("greedy_free", {"num_beams": 1, "max_new_tokens": 4}),
+        ("beam", {"num_beams": 3, "max_new_tokens": 4, "min_new_tokens": 4}),
+        ("beam_free", {"num_beams": 3, "max_new_tokens": 4}),
+    ],
+)
+def test_a_generation_has_the_beams_and_the_length_of_its_name(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch, workload: str, options: dict[str, int]
+) -> None:
+    asked: list[dict[str, int]] = []
+
+    def search(model: Any, inputs: Any, **options: int) -> torch.Tensor:
+        asked.append(options)
+        return plain_search(model, inputs, **options)
+
+    plain_search = workloads_module.search
+    monkeypatch.setattr(workloads_module, "search", search)
+    cell = Cell("generate", workload, "fp32", attention_of(subject.fp32), False, 2, 8, 4, "sentences")
+    stock = Variant("stock fp32", Precision.FP32)
+    with torch.no_grad(), Bench(subject, cell, num_beams=3) as bench, bench.entry(stock)() as prepare:
+        tokens = prepare()()
+    assert asked == [options]
+    assert tokens.shape[1] == 5 or workload.endswith("_free")
 
 
 def test_the_micro_level_has_a_row_for_stock_and_for_the_one_patch(folder: str) -> None:
@@ -138,6 +197,9 @@ def test_the_micro_level_has_a_row_for_stock_and_for_the_one_patch(folder: str) 
     half = transformers.T5ForConditionalGeneration.from_pretrained(folder).half()
     applies = [row.patch for row in status(half).rows if row.state.value in ("applies", "unsafe")]
     assert workloads_of(result) == [*applies, "activation"]
+    others = [patch.name for patch in t5fastpatch.list_patches() if patch.name not in applies]
+    said = [note.partition(" is not measured alone: ") for note in result["notes"]]
+    assert [name for name, found, _ in said if found] == others
     for cell in result["cells"]:
         name = cell["cell"]["workload"]
         expected = ["stock fp32", "stock fp16"] + ([] if name == "activation" else [name])
@@ -158,6 +220,59 @@ def test_the_trainers_level_reports_what_users_see(folder: str) -> None:
     fp32, fp16 = plain[0]["evaluation"], plain[1]["evaluation"]
     assert fp16["loss"] == pytest.approx(fp32["loss"], rel=1e-2)
     assert fp16["loss"] != fp32["loss"]
+
+
+def test_the_trainers_row_of_tf32_has_its_products_in_tf32(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    def entry(level: TrainerLevel, patches: Any, keep: Any) -> Any:
+        return lambda: contextlib.nullcontext(lambda: lambda: torch.backends.cuda.matmul.allow_tf32)
+
+    monkeypatch.setattr(TrainerLevel, "entry", entry)
+    cell = Cell("trainer", "evaluate", "tf32", attention_of(subject.fp32), False, 2, 8, 4, "sentences")
+    for precision in (Precision.FP32, Precision.TF32):
+        with (
+            level_for(subject, cell, Settings(samples=2), []) as level,
+            level.entry(Variant(f"stock {precision}", precision))() as prepare,
+        ):
+            assert prepare()() is (precision is Precision.TF32)
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype", "full_eval"),
+    [
+        (Precision.FP32, torch.float32, None),
+        (Precision.FP16, torch.float32, "fp16"),
+        (Precision.BF16, torch.float32, "bf16"),
+        (Precision.FP16_LOADED, torch.float16, None),
+    ],
+    ids=str,
+)
+def test_the_trainer_casts_what_full_eval_casts_and_no_model_that_is_in_half_already(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch, precision: Precision, dtype: torch.dtype, full_eval: str | None
+) -> None:
+    made: list[tuple[TrainerLevel, Any]] = []
+    monkeypatch.setattr(TrainerLevel, "entry", lambda level, patches, keep: made.append((level, patches)))
+    cell = Cell("trainer", "evaluate", str(precision), attention_of(subject.fp32), False, 2, 8, 4, "sentences")
+    with level_for(subject, cell, Settings(samples=2), []) as level:
+        level.entry(Variant("layer_norm", precision, ("layer_norm",)))
+    ((trainer, patches),) = made
+    assert patches == ("layer_norm",)
+    assert (trainer.load().dtype, trainer.settings.full_eval) == (dtype, full_eval)
+
+
+def test_the_trainers_times_are_medians_over_its_evaluations(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = iter([TrainerEvaluation(seconds, 1 / seconds, 3.0, 0.5, 4.0, {}) for seconds in (9.0, 2.0, 4.0)])
+
+    def entry(level: TrainerLevel, patches: Any, keep: Any) -> Any:
+        return lambda: contextlib.nullcontext(lambda: lambda: keep(next(found)))
+
+    monkeypatch.setattr(TrainerLevel, "entry", entry)
+    cell = Cell("trainer", "evaluate", "fp16", attention_of(subject.fp32), False, 2, 8, 4, "sentences")
+    stock = Variant("stock fp16", Precision.FP16)
+    with level_for(subject, cell, Settings(samples=2), []) as level, level.entry(stock)() as prepare:
+        for _ in range(3):
+            prepare()()
+        evaluation = level.more([stock])["stock fp16"]["evaluation"]
+    assert (evaluation["runtime"], evaluation["samples_per_second"], evaluation["loss"]) == (4.0, 1 / 4, 3.0)
 
 
 def workloads_of(result: Any) -> list[str]:
@@ -237,6 +352,17 @@ def test_other_circumstances_are_other_cells(folder: str, tmp_path: Path) -> Non
     assert len(read(store)["cells"]) == 2
 
 
+def test_a_patch_more_is_measured_anew(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings(model=folder, workloads=("encoder",), **ONCE)
+    store = tmp_path / "cells.jsonl"
+    said: list[str] = []
+    monkeypatch.setattr(ablation, "list_patches", lambda: t5fastpatch.list_patches()[:1])
+    run(settings, Progress(said.append), Store(store))
+    monkeypatch.undo()
+    run(settings, Progress(said.append), Store(store))
+    assert [line.partition(":")[0] for line in said] == ["1 cells", "1 cells"]
+
+
 def test_a_line_that_was_cut_off_is_measured_again_and_nothing_else_lost(folder: str, tmp_path: Path) -> None:
     settings = Settings(model=folder, workloads=("encoder", "forward"), patches=("layer_norm",), **ONCE)
     store = tmp_path / "cells.jsonl"
@@ -259,7 +385,9 @@ def test_a_file_of_something_else_is_not_written_to(folder: str, tmp_path: Path)
         assert file.read_text() == content
 
 
-def test_a_cell_that_cannot_run_is_a_failure_and_the_others_go_on(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cell_that_cannot_run_is_a_failure_and_the_others_go_on(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = Bench._make
 
     def make(bench: Bench, model: Any) -> Any:
@@ -269,11 +397,30 @@ def test_a_cell_that_cannot_run_is_a_failure_and_the_others_go_on(folder: str, m
 
     monkeypatch.setattr(Bench, "_make", make)
     settings = Settings(model=folder, workloads=("encoder", "forward"), patches=("layer_norm",), **ONCE)
-    result = run(settings)
+    result = run(settings, store=Store(tmp_path / "cells.jsonl"))
     assert workloads_of(result) == ["forward"]
     (failure,) = result["failures"]
     assert failure.startswith("encoder, 8 x 8, fp16, ")
     assert failure.endswith("RuntimeError: out of memory")
+    assert read(tmp_path / "cells.jsonl")["failures"] == [failure]
+
+
+def test_the_trainer_on_sentences_without_references_is_a_failure_and_the_others_go_on(tmp_path: Path) -> None:
+    folder = str(save_model(tmp_path, references=False))
+    result = run(Settings(model=folder, workloads=("evaluate", "encoder"), patches=("layer_norm",), **ONCE))
+    assert workloads_of(result) == ["encoder"]
+    (failure,) = result["failures"]
+    assert "the Trainer's loss and BLEU take sentences, each with a reference" in failure
+
+
+def test_a_library_that_the_trainer_lacks_is_said_before_anything_is_measured(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    said: list[str] = []
+    with pytest.raises(T5FastPatchError, match="accelerate is not installed"):
+        run(Settings(model=folder, workloads=("encoder", "trainer"), **ONCE), Progress(said.append))
+    assert said == []
 
 
 def test_every_preset_says_beforehand_how_long_it_takes(subject: Subject) -> None:
@@ -296,6 +443,33 @@ def test_an_estimate_grows_with_what_is_asked(subject: Subject) -> None:
     assert seconds(greedy) < seconds(dataclasses.replace(greedy, lengths=((8, 64),)))
     assert seconds(greedy) < seconds(greedy, variants=8)
     assert seconds(greedy) < seconds(dataclasses.replace(greedy, min_rounds=40, rounds=40))
+
+
+@pytest.mark.parametrize(
+    ("workload", "call"),
+    [
+        ("forward", 1.0),
+        ("decoder_step", 0.5),
+        ("greedy", 1 + 16 * 0.5),
+        ("evaluate", 3 * (1 + 16 * 0.5)),  # two batches, the first of them twice
+    ],
+)
+def test_an_estimate_counts_calls_as_they_are_made(subject: Subject, workload: str, call: float) -> None:
+    estimate = Estimate(subject)
+    estimate._costs = {("forward", "fp16"): Cost(1.0, 0.0), ("decoder_step", "fp16"): Cost(0.5, 0.0)}
+    settings = Settings(workloads=(workload,), lengths=((8, 16),), batch_sizes=(4,), samples=8, time_budget=0)
+    (cell,) = grid(settings, subject, MICRO)
+    assert estimate.seconds([(cell, 5)], settings) == pytest.approx((2 + settings.min_rounds) * 5 * call)
+    patient = dataclasses.replace(settings, time_budget=1e6)
+    assert estimate.seconds([(cell, 5)], patient) == pytest.approx((2 + settings.rounds) * 5 * call)
+
+
+def test_short_calls_are_estimated_as_often_as_they_are_made(subject: Subject) -> None:
+    estimate = Estimate(subject)
+    estimate._costs = {("forward", "fp16"): Cost(0.005, 0.0), ("decoder_step", "fp16"): Cost(0.0, 0.0)}
+    settings = Settings(workloads=("forward",), time_budget=0)
+    cells = grid(settings, subject, MICRO)
+    assert estimate.seconds([(cells[0], 1)], settings) == pytest.approx(0.005 * (2 + settings.min_rounds * (4 + 1)))
 
 
 @pytest.mark.parametrize(

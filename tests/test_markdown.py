@@ -188,7 +188,7 @@ def test_a_line_that_was_cut_off_is_left_out_with_a_word(tmp_path: Path) -> None
 def test_a_resumed_run_shows_the_last_environment_and_says_so(tmp_path: Path) -> None:
     header, *cells = lines_of(samples.small())
     resumed = samples.small()
-    resumed["environment"].update(torch="2.14.0", load=3.0)
+    resumed["environment"].update(torch="2.14.0", load=3.0, cpu_mhz=2100)
     second = lines_of(resumed)[0]
     text = "\n".join([header, cells[0], cells[1][:50], second, *cells[1:], cells[0]])
     result = read(written(tmp_path, text))

@@ -25,6 +25,9 @@ from t5fastpatch.measure.profiling.profile import Op, Profile, combined
 from t5fastpatch.measure.profiling.profiler import CALL, profile_call, summary
 from t5fastpatch.measure.profiling.report import Profiled, tables
 from t5fastpatch.measure.profiling.tensor_cores import uses_tensor_cores
+from t5fastpatch.measure.profiling.turns import in_turn
+from t5fastpatch.measure.shapes import random_model
+from t5fastpatch.measure.timing import Entry, Prepare
 from t5fastpatch.registry import State
 
 CPU = torch.device("cpu")
@@ -316,6 +319,22 @@ def test_the_same_call_makes_the_same_ops(t5: Any) -> None:
     assert counts(profiled(forward(t5))) == counts(profiled(forward(t5)))
 
 
+def test_variants_are_called_in_turn_and_the_first_round_is_left_out() -> None:
+    called: list[str] = []
+    measured: list[str] = []
+
+    def entry_of(name: str) -> Entry:
+        return lambda: contextlib.nullcontext(lambda: lambda: called.append(name))
+
+    def measure(name: str, prepare: Prepare) -> int:
+        measured.append(name)
+        return len(measured)
+
+    found = in_turn({"a": entry_of("a"), "b": entry_of("b")}, 3, measure)
+    assert found == {"a": [3, 5, 7], "b": [4, 6, 8]}
+    assert measured == called == ["a", "b"] * 4  # each called once before, unmeasured
+
+
 def test_what_is_prepared_is_no_part_of_the_call() -> None:
     def prepare() -> Callable[[], object]:
         x = torch.ones(3).exp()
@@ -422,6 +441,23 @@ def test_one_variant_stands_alone(run: Callable[..., None], capsys: pytest.Captu
     text = capsys.readouterr().out
     assert "The 3 ops that take longest" in text
     assert "only in A" not in text
+
+
+def test_where_there_is_nothing_to_patch_the_model_is_profiled_as_it_is(
+    run: Callable[..., None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = random_model("gpt2", CPU, n_embd=32, n_layer=1, n_head=2, vocab_size=64)
+    monkeypatch.setattr("t5fastpatch.measure.subject.random_model", lambda *_: small)
+    gpt2 = ("--shape", "gpt2", "--workload", "forward", "--source-length", "8")
+    run(*gpt2)
+    alone = capsys.readouterr()
+    assert "nothing to patch" in alone.err
+    assert "Where the time goes" in alone.out
+    assert "B is" not in alone.out
+    run(*gpt2, "--against", "fp32")
+    beside = capsys.readouterr().out
+    assert "A is stock fp32" in beside
+    assert "B is stock fp16" in beside
 
 
 def test_the_command_says_what_it_can_not_do(run: Callable[..., None], tmp_path: Path) -> None:

@@ -5,8 +5,9 @@ import gc
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 
-from t5fastpatch.measure.timing import Entry, Limits, Prepare, Samples, interleave
+from t5fastpatch.measure.timing import Entry, Limits, Prepare, Samples, interleave, stopwatch_for
 
 SECONDS = {"slow": 0.3, "fast": 0.1, "middle": 0.2}
 
@@ -101,12 +102,41 @@ def test_garbage_is_not_collected_during_a_round() -> None:
 
     @contextlib.contextmanager
     def entered() -> Iterator[Prepare]:
-        yield lambda: lambda: seen.append(gc.isenabled())
+        yield lambda: lambda: seen.append((gc.isenabled(), gc.get_freeze_count() > frozen))
 
+    frozen = gc.get_freeze_count()
     assert gc.isenabled()
     interleave({"only": entered}, lambda call: (call(), 1.0)[1], "only", Limits(rounds=2))
-    assert seen[2:] == [False, False]
+    assert seen[2:] == [(False, True), (False, True)]
     assert gc.isenabled()
+    assert gc.get_freeze_count() <= frozen
+
+
+def test_on_cuda_the_events_are_recorded_on_the_models_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    current = ["cuda:0"]
+    recorded: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            recorded.append(current[-1])
+
+        def elapsed_time(self, end: Event) -> float:
+            return 250.0
+
+    @contextlib.contextmanager
+    def device(which: torch.device) -> Iterator[None]:
+        current.append(str(which))
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    assert stopwatch_for(torch.device("cuda:1"))(lambda: recorded.append("call")) == 0.25
+    assert recorded == ["cuda:1", "call", "cuda:1"]
 
 
 def test_progress_is_told_after_each_variant_of_each_round() -> None:

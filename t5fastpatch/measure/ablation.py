@@ -17,10 +17,10 @@ from ..registry import State, list_patches, select
 from ..report import Report
 from ..reports.schema import SCHEMA, CellRecord, Result
 from .attribution import Attribution, attribution, coalitions
-from .cells import RESULTS, Cell, grid, key_of
+from .cells import RESULTS, Cell, grid, key_of, left_out
 from .environment import environment, fixed_environment
 from .estimate import Estimate, in_words
-from .evaluation import Evaluation
+from .evaluation import Evaluation, batch_count
 from .levels import level_for
 from .micro import micro_ops
 from .precision import Precision
@@ -83,9 +83,14 @@ class _Run:
         self._notes: dict[str, None] = {}
         self._failures: list[str] = []
         self._plans: dict[str, Plan] = {}
-        self._cells = grid(settings, self._subject, self._micro())
+        micro = self._micro()
+        self._cells = grid(settings, self._subject, micro)
+        if missing := left_out(settings, self._cells, micro):
+            self._notes.append(f"not for this model, device or release, and left out: {', '.join(missing)}")
         for cell in self._cells:
             self._plan(cell.precision)
+        if any(cell.level == "trainer" for cell in self._cells):
+            require("accelerate")
         if not self._cells:
             raise T5FastPatchError("none of these workloads makes sense for this model, device and release")
 
@@ -108,21 +113,27 @@ class _Run:
         keys = {cell: key_of(cell, circumstances) for cell in self._cells}
         left = [cell for cell in self._cells if not self._finished(keys[cell])]
         self._announce(left)
+        header = {name: value for name, value in found.items() if name != "cells"}
         if self._store and left:
-            self._store.append({name: value for name, value in found.items() if name != "cells"})
+            self._store.append(header)
+        failed_before = len(self._failures)
         for cell in self._cells:
             record = self._finished(keys[cell])
             if record is None and self._wanted(cell):
                 record = self._try(cell, keys[cell])
             if record is not None:
                 found["cells"].append(record)
+        if self._store and len(self._failures) > failed_before:
+            self._store.append(header)  # the last one counts, and this one has the failures
         return found
 
     def _micro(self) -> list[str]:
         """The operations that can be run alone."""
         if self._status(Precision.FP32) is None:
             return []
-        ops, _ = micro_ops(self._subject.fp32, self._patches)
+        ops, reasons = micro_ops(self._subject.fp32, self._patches)
+        if "micro" in self._settings.workloads:
+            self._notes += [f"{name} is not measured alone: {why}" for name, why in reasons.items()]
         return [op.name for op in ops]
 
     def _status(self, precision: Precision) -> Report | None:
@@ -156,6 +167,8 @@ class _Run:
         names = ("patches", "shapley", "samples", "counts", "num_beams", "seed", *how_long)
         return {
             **{name: getattr(settings, name) for name in names},
+            # By name: the settings say `None` for all that are registered.
+            "patches": [patch.name for patch in self._patches],
             "subject": self._subject.fingerprint(),
             "environment": fixed_environment(self._subject.device),
         }
@@ -178,7 +191,7 @@ class _Run:
         self._subject.keep({Precision(cell.precision)})
         try:
             record = self._measure(cell, key)
-        except (RuntimeError, ValueError, IndexError, TypeError, torch.cuda.OutOfMemoryError) as error:
+        except Exception as error:
             self._failures.append(f"{cell}: {type(error).__name__}: {first_line(error)}")
             return None
         if self._store:
@@ -210,8 +223,7 @@ class _Run:
         variants = [variant for variant in made.measured if variant.shown]
         with self._subject.attention(cell.attention):
             evaluation = Evaluation(self._subject, cell, variants)
-            sentences = len(self._subject.sentences[: self._settings.samples])
-            steps = max(1, -(-sentences // cell.batch_size)) * len(variants)
+            steps = batch_count(self._subject, cell, self._settings.samples) * len(variants)
             qualities = evaluation.run(self._settings.samples, self._progress.start(str(cell), steps))
             return {
                 variant.name: {

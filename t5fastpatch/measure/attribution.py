@@ -63,8 +63,8 @@ class Attribution:
 
 
 def orders_for(patches: Sequence[str], seed: int = 0) -> list[Order]:
-    """The orders in which patches are put on: all of them up to five patches, else a sample of twelve, each taken
-    backwards too, which evens out what comes early and what comes late."""
+    """The orders in which patches are put on: all of them up to five patches, else twelve, of which every second is the
+    one before it backwards: that evens out what comes early and what comes late."""
     if len(patches) <= EXACT_UP_TO:
         return list(itertools.permutations(patches))
     shuffler = random.Random(seed)

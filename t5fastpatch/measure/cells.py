@@ -92,6 +92,20 @@ def grid(settings: Settings, subject: Subject, micro: Sequence[str]) -> list[Cel
     return list(dict.fromkeys(cells))
 
 
+def left_out(settings: Settings, cells: Sequence[Cell], micro: Sequence[str]) -> list[str]:
+    """The workloads, precisions and attentions asked for that no cell has: the model, device or release cannot do them.
+
+    Args:
+        settings: what was asked for.
+        cells: `grid` of it.
+        micro: the names of the single operations.
+    """
+    asked = [*_workloads(settings, micro), *(precision_of(name).value for name in settings.precisions)]
+    asked += [name for name in settings.attentions if name != "default"]
+    there = {each for cell in cells for each in (cell.workload, cell.precision, cell.attention)}
+    return [each for each in dict.fromkeys(asked) if each not in there]
+
+
 def _cell(
     settings: Settings,
     precision: Precision,

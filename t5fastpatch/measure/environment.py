@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 from importlib import metadata
@@ -52,10 +53,9 @@ def _state(device: torch.device) -> dict[str, Fact]:
     if clocks := [float(each) for each in _cpu_facts("cpu MHz")]:
         facts["cpu_mhz"] = round(max(clocks))
     if device.type == "cuda":
-        try:
+        # NVIDIA's management library, which it takes, may be missing or may not say, with errors of its own.
+        with contextlib.suppress(Exception):
             facts["gpu_mhz"] = torch.cuda.clock_rate(device)
-        except Exception:  # it takes NVIDIA's management library, which has errors of its own
-            facts["gpu_mhz"] = None
     return facts
 
 

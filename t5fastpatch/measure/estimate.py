@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from .bench import Bench
 from .cells import RESULTS, Cell
+from .evaluation import batch_count
 from .precision import Precision
 from .settings import Settings
-from .subject import Subject
-from .timing import MOST_CALLS, SAMPLE_SECONDS, stopwatch_for
+from .subject import Subject, attention_of
+from .timing import calls_per_sample, stopwatch_for
 from .variants import Variant, stock
 
 # Two small shapes, batch size and length: what a call costs anyway, and what each token adds.
@@ -48,13 +49,11 @@ class Estimate:
     def _cell(self, cell: Cell, variants: int, settings: Settings) -> float:
         call = self._call(cell, settings)
         if cell.level == RESULTS:
-            sentences = len(self._subject.sentences[: settings.samples]) or 2 * cell.batch_size
-            return call * variants * -(-sentences // cell.batch_size)
-        # A round times each variant for a while at least, and at most ten calls.
-        sample = min(max(call, SAMPLE_SECONDS), call * MOST_CALLS) + call
+            return call * variants * batch_count(self._subject, cell, settings.samples)
         if cell.level == "trainer":
-            sample = call * -(-len(self._subject.sentences[: settings.samples]) // cell.batch_size)
-        one_round = sample * variants
+            call *= batch_count(self._subject, cell, settings.samples) + 1  # the first batch also warms up
+        calls = calls_per_sample(call)
+        one_round = call * (calls + (calls > 1)) * variants
         timed = min(settings.rounds * one_round, max(settings.min_rounds * one_round, settings.time_budget))
         return WARM_UP * call * variants + timed
 
@@ -81,7 +80,8 @@ class Estimate:
         return self._costs[workload, precision]
 
     def _probe(self, workload: str, precision: Precision, batch_size: int, length: int) -> float:
-        cell = Cell("stack", workload, precision.value, "eager", False, batch_size, length, length, "full")
+        attention = attention_of(self._subject.fp32)
+        cell = Cell("stack", workload, precision.value, attention, False, batch_size, length, length, "full")
         variant = Variant(stock(precision), precision)
         watch = stopwatch_for(self._subject.device)
         with Bench(self._subject, cell) as bench, bench.entry(variant)() as prepare:
@@ -94,8 +94,3 @@ def in_words(seconds: float) -> str:
     if seconds < 90:
         return f"{max(1, round(seconds))} s"
     return f"{round(seconds / 60)} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
-
-
-def variants_by_cell(cells: Iterable[Cell], counts: Mapping[str, int]) -> list[tuple[Cell, int]]:
-    """Each cell with the number of variants of its precision."""
-    return [(cell, counts[cell.precision]) for cell in cells]

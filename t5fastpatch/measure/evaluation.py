@@ -19,6 +19,12 @@ from .workloads import IGNORED_LABEL, encoder_inputs, search
 RANDOM_BATCHES = 2
 
 
+def batch_count(subject: Subject, cell: Cell, samples: int | None) -> int:
+    """How many batches the results of a cell are taken over, with so many sentences at most."""
+    sentences = len(subject.sentences[:samples])
+    return -(-sentences // cell.batch_size) or RANDOM_BATCHES
+
+
 class Evaluation:
     """Results of several variants.
 

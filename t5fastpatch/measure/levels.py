@@ -6,6 +6,8 @@ import abc
 import contextlib
 import copy
 import dataclasses
+import statistics
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,7 +16,7 @@ from .bench import Bench
 from .cells import Cell
 from .census import Census, census
 from .micro import micro_ops
-from .precision import Precision
+from .precision import Precision, tensor_cores_for_fp32
 from .profiling.profiler import profile_variants
 from .settings import Settings
 from .subject import Subject
@@ -127,7 +129,7 @@ class Trainer(Level):
         self._subject = subject
         self._cell = cell
         self._samples = settings.samples
-        self._evaluations: dict[str, TrainerEvaluation] = {}
+        self._evaluations: defaultdict[str, list[TrainerEvaluation]] = defaultdict(list)
         self.enter_context(subject.attention(cell.attention))
 
     def variants(self, plan: Plan) -> list[Variant]:
@@ -150,7 +152,24 @@ class Trainer(Level):
             settings,
             self._subject.device,
         )
-        return level.entry(variant.patches, lambda found: self._evaluations.__setitem__(variant.name, found))
+        entry = level.entry(variant.patches, self._evaluations[variant.name].append)
+
+        @contextlib.contextmanager
+        def entered() -> Iterator[Prepare]:
+            with tensor_cores_for_fp32(variant.precision is Precision.TF32), entry() as prepare:
+                yield prepare
+
+        return entered
 
     def more(self, variants: Sequence[Variant]) -> dict[str, dict[str, Any]]:
-        return {each.name: {"evaluation": dataclasses.asdict(self._evaluations[each.name])} for each in variants}
+        found = {each.name: _typical(self._evaluations[each.name]) for each in variants}
+        return {name: {"evaluation": dataclasses.asdict(evaluation)} for name, evaluation in found.items()}
+
+
+def _typical(evaluations: Sequence[TrainerEvaluation]) -> TrainerEvaluation:
+    """The last of a variant's evaluations with the median of all their times; only these and the memory differ."""
+    return dataclasses.replace(
+        evaluations[-1],
+        runtime=statistics.median(each.runtime for each in evaluations),
+        samples_per_second=statistics.median(each.samples_per_second for each in evaluations),
+    )

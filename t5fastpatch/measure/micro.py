@@ -28,7 +28,7 @@ from ..registry import ForwardPatch, Patch, Role, State
 from ..rewrite import Edit, Method
 
 Op = Callable[[torch.Tensor], torch.Tensor]
-Shape = Callable[[int, int], tuple[int, ...]]
+InputShape = Callable[[int, int], tuple[int, ...]]
 ACTIVATION = "activation"
 
 
@@ -48,7 +48,7 @@ class MicroOp:
     name: str
     before: Op
     after: Op | None
-    shape: Shape
+    shape: InputShape
     dtype: torch.dtype
     device: torch.device
 
@@ -123,7 +123,7 @@ def _place(model: Any, patch: Patch) -> tuple[nn.Module, type]:
     raise NothingToPatchError(f"{state.value} in transformers {transformers_version()}")
 
 
-def _shape(model: Any, role: Role) -> Shape:
+def _shape(model: Any, role: Role) -> InputShape:
     config = _text_config(model)
     if role is Role.ATTENTION:
         return lambda batch, length: (batch, config.num_attention_heads, length, length)

@@ -108,7 +108,8 @@ def interval(estimates: Array, rounds: int, confidence: float) -> tuple[float, f
 
 def student_quantile(probability: float, freedom: int) -> float:
     """The quantile of Student's t distribution, by its expansion around the normal one's (Abramowitz and Stegun,
-    "Handbook of Mathematical Functions", 26.7.5); low by at most a few per cent from 5 degrees of freedom on."""
+    "Handbook of Mathematical Functions", 26.7.5); at 97.5% and 99.5% low by less than a thousandth from 5
+    degrees of freedom on."""
     z = statistics.NormalDist().inv_cdf(probability)
     terms = (
         z,

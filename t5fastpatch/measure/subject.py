@@ -80,11 +80,12 @@ class Subject:
         return sum(parameter.numel() for parameter in self.fp32.parameters())
 
     def fingerprint(self) -> str:
-        """A hash of the configuration and of some of each weight, which tells models apart: 16 hexadecimal digits."""
+        """A hash of the configuration, some of each weight, and the sentences in their order: 16 hexadecimal digits."""
         digest = hashlib.sha256(self.fp32.config.to_json_string(use_diff=True).encode())
         for name, parameter in sorted(self.fp32.named_parameters()):
             some = parameter.detach().flatten()[:: max(1, parameter.numel() // 256)].double().cpu()
             digest.update(name.encode() + some.numpy().tobytes())
+        digest.update(repr(list(self.sentences)).encode())
         return digest.hexdigest()[:16]
 
     def model(self, precision: Precision) -> Any:

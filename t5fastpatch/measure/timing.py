@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import random
 import statistics
@@ -101,7 +102,7 @@ def interleave(
     seconds: dict[str, list[float]] = {name: [] for name in order}
     stopped = "rounds"
     with old_objects_set_aside():
-        calls = _calls_per_sample(_warm_up(variants, stopwatch))
+        calls = calls_per_sample(_warm_up(variants, stopwatch))
         for done in range(limits.rounds):
             if done >= limits.min_rounds:
                 if clock() > ends:
@@ -121,7 +122,7 @@ def interleave(
 
 def stopwatch_for(device: Any) -> Stopwatch:
     """The stopwatch for a `torch.device`: CUDA events around the call on CUDA, the performance counter elsewhere."""
-    return _cuda_seconds if device.type == "cuda" else _host_seconds
+    return functools.partial(_cuda_seconds, device) if device.type == "cuda" else _host_seconds
 
 
 def _warm_up(variants: Mapping[str, Entry], stopwatch: Stopwatch) -> float:
@@ -134,7 +135,8 @@ def _warm_up(variants: Mapping[str, Entry], stopwatch: Stopwatch) -> float:
     return statistics.median(second)
 
 
-def _calls_per_sample(seconds: float) -> int:
+def calls_per_sample(seconds: float) -> int:
+    """How often a call of so many seconds is timed for one figure; one more, not timed, comes before several."""
     return min(MOST_CALLS, max(1, math.ceil(SAMPLE_SECONDS / seconds))) if seconds > 0 else MOST_CALLS
 
 
@@ -150,14 +152,16 @@ def _host_seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def _cuda_seconds(call: Callable[[], object]) -> float:
+def _cuda_seconds(device: Any, call: Callable[[], object]) -> float:
     import torch
 
     event: Any = torch.cuda.Event
     start, end = event(enable_timing=True), event(enable_timing=True)
-    torch.cuda.synchronize()
-    start.record()
-    call()
-    end.record()
-    torch.cuda.synchronize()
+    # Events and synchronisations are those of the current device, which need not be the model's.
+    with torch.cuda.device(device):
+        torch.cuda.synchronize()
+        start.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
     return float(start.elapsed_time(end)) / 1000

@@ -10,6 +10,8 @@ from typing import Any
 from ..errors import T5FastPatchError
 from .schema import SCHEMA
 
+_NEVER_THE_SAME = frozenset({"load", "cpu_mhz", "gpu_mhz"})
+
 
 def read(path: str | Path) -> dict[str, Any]:
     """The result in a file, as docs/results-format.md describes it.
@@ -91,7 +93,7 @@ def _differences(headers: Sequence[dict[str, Any]]) -> list[str]:
         for header in headers[:-1]
         for part in ("subject", "settings", "environment")
         for name in {**(header.get(part) or {}), **(last.get(part) or {})}
-        if name != "load" and _get(header.get(part), name) != _get(last.get(part), name)
+        if name not in _NEVER_THE_SAME and _get(header.get(part), name) != _get(last.get(part), name)
     }
     if not changed:
         return []

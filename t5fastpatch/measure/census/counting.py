@@ -18,8 +18,6 @@ from .places import ModulePath, calling_line
 from .traffic import attention_flops, covered, flops, strided, traffic
 from .work import Census, Work
 
-__all__ = ["Census", "Work", "census"]
-
 _BUILTIN_NAMESPACES = frozenset({"aten", "prim", "prims", "quantized", "mkldnn", "onednn"})
 _NORM = "rms_norm"
 _ATTENTION = "scaled_dot_product_attention"

@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...errors import T5FastPatchError
 from ...loading import first_line
-from .counting import Census, census
+from .counting import census
+from .work import Census
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -23,11 +23,7 @@ def function_table(hosts: Sequence[HostProfile], top: int) -> Table:
     most = {place: max(host[place].seconds for host in by_place if place in host) for place in _keys(by_place)}
     for place in sorted(most, key=lambda place: -most[place])[:top]:
         found = [host.get(place) for host in by_place]
-        cells = [
-            cell
-            for each in found
-            for cell in ((number_text(each.calls), milliseconds(each.seconds)) if each else [NOTHING] * 2)
-        ]
+        cells = [cell for each in found for cell in _cells(each)]
         module, name = place
         table.add_row(
             name,

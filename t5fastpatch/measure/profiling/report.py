@@ -161,7 +161,7 @@ def diff_table(differences: Sequence[Difference], top: int) -> Table:
         found = [each for each in differences if each.kind == kind]
         shown = found[: top if kind != AS_OFTEN else top // 2]
         for index, each in enumerate(shown):
-            table.add_row("" if index else kind, each.a.category, each.a.name, *_pair(each))
+            table.add_row("" if index else kind, each.a.category, each.a.name, *_pairs([each]))
         rest = found[len(shown) :]
         if rest:
             table.add_row("" if shown else kind, f"and {len(rest)} more", "", *_pairs(rest))
@@ -220,10 +220,6 @@ def _cells(calls: float, seconds: float, total: float) -> tuple[str, str, str]:
 def _add_sum(table: Table, name: str, seconds: Sequence[float], calls: Sequence[float] | None = None) -> None:
     cells = [(number_text(calls[index]) if calls else "", milliseconds(mine), "") for index, mine in enumerate(seconds)]
     table.add_row(name, *(cell for each in cells for cell in each), *difference_of(seconds))
-
-
-def _pair(difference: Difference) -> list[str]:
-    return _pairs([difference])
 
 
 def _pairs(differences: Sequence[Difference]) -> list[str]:
