@@ -295,7 +295,7 @@ def profile(shape: str, scale: Scale, device: torch.device) -> dict[str, Any]:
     with torch.no_grad(), Bench(subject, cell) as bench:
         entries = {variant.name: bench.entry(variant) for variant in variants}
         profiles = profile_variants(entries, device, calls=PROFILED_CALLS)
-        found = [Profiled(each.name, profiles[each.name], bench.census(each).sync_sites) for each in variants]
+        found = [Profiled(each.name, profiles[each.name], bench.census(each)) for each in variants]
     return {"model": shape, **dataclasses.asdict(cell), **to_dict(found)}
 
 

@@ -80,7 +80,7 @@ class _Run:
         self._wanted = wanted
         self._patches = list_patches() if settings.patches is None else list(select(settings.patches).patches)
         self._subject = subject_for(settings.model, settings.shape, settings.device, settings.seed)
-        self._notes: dict[str, None] = {}
+        self._notes: list[str] = []
         self._failures: list[str] = []
         self._plans: dict[str, Plan] = {}
         micro = self._micro()
@@ -105,7 +105,7 @@ class _Run:
             },
             "settings": dataclasses.asdict(self._settings),
             "environment": environment(self._subject.device),
-            "notes": list(self._notes),
+            "notes": self._notes,
             "failures": self._failures,
             "cells": [],
         }
@@ -154,11 +154,16 @@ class _Run:
             )
             self._plans[precision] = made
             self._failures += [f"{each.name}: {each.why}" for each in made.variants if each.refused]
-            unsafe = [each.name for each in made.variants if each.state == State.UNSAFE.value]
-            self._notes |= dict.fromkeys(map(_named, unsafe))
+            for each in made.variants:
+                if each.state == State.UNSAFE.value:
+                    self._note(f"{each.name} is named here: the presets of t5fastpatch, all too, leave it out.")
             if report is None:
-                self._notes[NOTHING_TO_PATCH] = None
+                self._note(NOTHING_TO_PATCH)
         return self._plans[precision]
+
+    def _note(self, sentence: str) -> None:
+        if sentence not in self._notes:
+            self._notes.append(sentence)
 
     def _circumstances(self) -> dict[str, Any]:
         """What a cell's figures depend on beside the cell."""
@@ -232,10 +237,6 @@ class _Run:
                 }
                 for variant in variants
             }
-
-
-def _named(patch: str) -> str:
-    return f"{patch} is named here: the presets of t5fastpatch, all too, leave it out."
 
 
 def _shown(made: Plan) -> list[Variant]:
