@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json as json_
 from collections.abc import Sequence
@@ -10,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .errors import NotFoundError, NothingToPatchError, T5FastPatchError
+from .errors import NotFoundError, NothingToPatchError, NotT5Error, T5FastPatchError
+from .files import check_outputs, write
 from .loading import quiet
 
 if TYPE_CHECKING:
@@ -60,30 +62,33 @@ def profile(
     json: Annotated[Path | None, typer.Option(help="A file to write everything to, as JSON.")] = None,
 ) -> None:
     """Show where the time of one call goes, and what patches change in it, op by op."""
-    for path in (trace, json):
-        if path is not None and not path.parent.is_dir():
-            raise T5FastPatchError(f"cannot write {str(path)!r}: there is no directory {str(path.parent)!r}")
-    from .measure.cells import LEVELS, Cell, level_of
+    check_outputs(json, folder=trace)
+    from .engine import status
+    from .measure.cells import LEVELS, grid
     from .measure.precision import precision_of
-    from .measure.subject import attention_of, subject_for
+    from .measure.settings import Settings
+    from .measure.subject import subject_for
+    from .measure.variants import check_stock
 
     if workload not in (known := (*LEVELS["stack"], *LEVELS["generate"])):
         raise NotFoundError(f"no workload is called {workload!r}: there are {', '.join(known)}")
     quiet()
     precision = precision_of(dtype)
     subject = subject_for(model, shape, device)
-    implementation = attention_of(subject.fp32) if attention == "default" else attention
-    cell = Cell(
-        level_of(workload),
-        workload,
-        precision.value,
-        implementation,
-        False,
-        batch_size,
-        source_length,
-        target_length,
-        "sentences" if subject.sentences else "full",
+    settings = Settings(
+        precisions=(dtype,),
+        attentions=(attention,),
+        workloads=(workload,),
+        batch_sizes=(batch_size,),
+        lengths=((source_length, target_length),),
+        text="sentences" if subject.sentences else "full",
     )
+    with contextlib.suppress(NotT5Error):
+        check_stock(status(subject.fp32))
+    cells = grid(settings, subject, ())
+    if not cells:
+        raise NotFoundError(f"{subject.name} on {device} has no {workload} in {dtype}")
+    cell = cells[0]
     names = [patches] if against == NONE else [against, patches]
     variants = _profiled(
         subject, cell, [_variant(name, subject, precision) for name in names], _How(calls, host, trace)
@@ -101,7 +106,7 @@ def _report(subject: Subject, cell: Cell, variants: Sequence[Profiled], top: int
     console = Console()
     print_report(variants, about, top, console if console.is_terminal else Console(width=WIDTH))
     if json is not None:
-        json.write_text(json_.dumps({**about, **to_dict(variants)}, indent=2) + "\n", encoding="utf-8")
+        write({json: (json_.dumps({**about, **to_dict(variants)}, indent=2) + "\n").encode()})
 
 
 def _profiled(subject: Subject, cell: Cell, variants: Sequence[Variant], how: _How) -> list[Profiled]:
@@ -146,9 +151,10 @@ def _variant(name: str, subject: Subject, precision: Precision) -> Variant:
             raise NothingToPatchError("no patch applies to this model: profile it with --patches stock --against none")
     else:
         patches = tuple(patch.name for patch in select(name).patches)
+        if not patches:
+            raise T5FastPatchError(f"{name!r} names no patch: {STOCK!r} stands for none")
     return Variant(" + ".join(patches), precision, patches)
 
 
 def _trace_file(folder: Path, workload: str, variant: str) -> Path:
-    folder.mkdir(exist_ok=True)
     return folder / f"{workload}-{variant.replace(' ', '')}.json"
