@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .errors import T5FastPatchError
+from .files import check_outputs, write
 from .measure.settings import PRESETS, Settings, preset
 
 if TYPE_CHECKING:
     from .measure.ablation import Progress
 
 WIDTH = 110
-LISTS = ("precisions", "attentions", "workloads", "patches")
+# Of a batch or a length: beyond any memory, and within what PyTorch takes as a size.
+MOST = 2**31 - 1
 
 
 def ablate(
@@ -58,7 +60,7 @@ def ablate(
     threads: Annotated[
         int | None, typer.Option(min=1, help="Of PyTorch on the CPU; one for the embedded model without it.")
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Of all shuffling and resampling.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, max=2**32 - 1, help="Of all shuffling and resampling.")] = None,
     json: Annotated[Path | None, typer.Option(help="A file for everything, as JSON.")] = None,
     jsonl: Annotated[
         Path | None, typer.Option(help="A file for each cell as it is finished; the same command goes on from there.")
@@ -73,7 +75,7 @@ def ablate(
     """
     options = {name: value for name, value in locals().items() if name in Settings.__dataclass_fields__}
     settings = _settings(options)
-    _check_paths(json, jsonl, html, markdown, figures)
+    check_outputs(json, jsonl, html, markdown, folder=figures)
     result = _run(settings, jsonl)
     _write(result, json, html, markdown, figures)
     if result["failures"]:
@@ -89,27 +91,44 @@ def _settings(options: dict[str, Any]) -> Settings:
         T5FastPatchError: an option's text is not of its form.
     """
     given = {name: value for name, value in options.items() if value is not None}
-    for name in LISTS:
+    for name, (option, parsed) in _lists().items():
         if name in given:
-            given[name] = tuple(_listed(given[name]))
-    if "batch_sizes" in given:
-        given["batch_sizes"] = tuple(_number(each, "--batch-size 1,8,64") for each in _listed(given["batch_sizes"]))
-    if "lengths" in given:
-        given["lengths"] = tuple(_lengths(each) for each in _listed(given["lengths"]))
-    if "compiled" in given:
-        given["compiled"] = tuple(_switch(each) for each in _listed(given["compiled"]))
+            given[name] = tuple(map(parsed, _listed(option, given[name])))
     if given.get("text", "full") not in ("full", "sentences"):
         raise T5FastPatchError(f"--text is sentences or full, not {given['text']!r}")
-    return preset(given.pop("preset"), **given)
+    settings = preset(given.pop("preset"), **given)
+    if "min_rounds" in given and settings.min_rounds > settings.rounds:
+        raise T5FastPatchError(f"--min-rounds {settings.min_rounds} is more than --rounds {settings.rounds}")
+    return settings
 
 
-def _listed(text: str) -> list[str]:
-    return [each.strip() for each in text.split(",") if each.strip()]
+def _lists() -> dict[str, tuple[str, Callable[[str], Any]]]:
+    """By the setting's name, each option that names several things, and what makes one of them of its text."""
+    return {
+        "precisions": ("--dtype", str),
+        "attentions": ("--attention", str),
+        "compiled": ("--compile", _switch),
+        "workloads": ("--workloads", str),
+        "batch_sizes": ("--batch-size", _batch_size),
+        "lengths": ("--lengths", _lengths),
+        "patches": ("--patches", str),
+    }
+
+
+def _listed(option: str, text: str) -> list[str]:
+    names = [each.strip() for each in text.split(",") if each.strip()]
+    if not names:
+        raise T5FastPatchError(f"{option} names nothing: leave it out, or say what")
+    return names
+
+
+def _batch_size(text: str) -> int:
+    return _number(text, "--batch-size 1,8,64")
 
 
 def _number(text: str, form: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise T5FastPatchError(f"{text!r} is no number of one or more: write {form}")
+    if not text.isdecimal() or not 1 <= int(text) <= MOST:
+        raise T5FastPatchError(f"{text!r} is no number from 1 to {MOST}: write {form}")
     return int(text)
 
 
@@ -126,13 +145,6 @@ def _switch(text: str) -> bool:
     if text not in ("on", "off"):
         raise T5FastPatchError(f"--compile is on, off or both with a comma, not {text!r}")
     return text == "on"
-
-
-def _check_paths(*paths: Path | None) -> None:
-    """Says before the work what could not be written after it."""
-    for path in filter(None, paths):
-        if not path.parent.is_dir():
-            raise T5FastPatchError(f"cannot write {str(path)!r}: there is no directory {str(path.parent)!r}")
 
 
 def _run(settings: Settings, jsonl: Path | None) -> dict[str, Any]:
@@ -164,7 +176,7 @@ def _write(
     result: dict[str, Any], json: Path | None, html: Path | None, markdown: Path | None, figures: Path | None
 ) -> None:
     from .reports.reading import shown
-    from .reports.writing import to_json, write, write_report
+    from .reports.writing import to_json, write_report
 
     if json is not None:
         write({json: to_json(result).encode()})

@@ -14,13 +14,15 @@ def compare(
     json: Annotated[Path | None, typer.Option(help="A file to write the whole comparison to, as JSON.")] = None,
 ) -> None:
     """Say what changed between two machines, releases or versions."""
+    from .files import check_outputs, write
     from .reports.about import environment_line
     from .reports.compare import compare as compared
     from .reports.compare import comparison_lines, comparison_tables
     from .reports.markdown import table_block
     from .reports.reading import read
-    from .reports.writing import to_json, write
+    from .reports.writing import to_json
 
+    check_outputs(json, inputs=(a, b))
     results = {"A": (a, read(a)), "B": (b, read(b))}
     found = compared(results["A"][1], results["B"][1])
     if json is not None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .errors import NotFoundError, T5FastPatchError
+from .files import check_outputs, write
 
 if TYPE_CHECKING:
     from torch import nn
@@ -44,15 +45,14 @@ def predict(
     from .measure.cost.devices import DEVICES, device_named
     from .measure.cost.forecast import Sizes, forecast
 
-    if json is not None and not json.parent.is_dir():
-        raise T5FastPatchError(f"cannot write {str(json)!r}: there is no directory {str(json.parent)!r}")
+    check_outputs(json)
     devices = list(DEVICES.values()) if device is None else [device_named(name) for name in device.split(",")]
     sizes = Sizes(batch_size, source_length, target_length)
     name, subject = _subject(model, shape)
     cells = forecast(subject, sizes, devices, _half(dtype), patches, tf32=tf32)
     _print(name, sizes, cells)
     if json is not None:
-        json.write_text(_json(name, sizes, cells), encoding="utf-8")
+        write({json: _json(name, sizes, cells).encode()})
 
 
 def _subject(model: str | None, shape: str | None) -> tuple[str, nn.Module]:

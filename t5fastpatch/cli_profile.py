@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json as json_
 import sys
@@ -11,12 +12,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .errors import NotFoundError, NothingToPatchError, NotT5Error, T5FastPatchError
+from .errors import NotFoundError, NotT5Error, T5FastPatchError
+from .files import check_outputs, write
 
 if TYPE_CHECKING:
     from .measure.cells import Cell
     from .measure.precision import Precision
     from .measure.profiling.report import Profiled
+    from .measure.settings import Settings
     from .measure.subject import Subject
     from .measure.variants import Variant
 
@@ -60,32 +63,25 @@ def profile(
     json: Annotated[Path | None, typer.Option(help="A file to write everything to, as JSON.")] = None,
 ) -> None:
     """Show where the time of one call goes, and what patches change in it, op by op."""
-    for path in (trace, json):
-        if path is not None and not path.parent.is_dir():
-            raise T5FastPatchError(f"cannot write {str(path)!r}: there is no directory {str(path.parent)!r}")
+    check_outputs(json, folder=trace)
     # Imported here, so that the command's help needs no torch.
     from .loading import quiet
-    from .measure.cells import LEVELS, Cell, level_of
     from .measure.precision import precision_of
-    from .measure.subject import attention_of, subject_for
+    from .measure.settings import Settings
+    from .measure.subject import subject_for
 
-    if workload not in (known := (*LEVELS["stack"], *LEVELS["generate"])):
-        raise NotFoundError(f"no workload is called {workload!r}: there are {', '.join(known)}")
     quiet()
     precision = precision_of(dtype)
     subject = subject_for(model, shape, device)
-    implementation = attention_of(subject.fp32) if attention == "default" else attention
-    cell = Cell(
-        level_of(workload),
-        workload,
-        precision.value,
-        implementation,
-        False,
-        batch_size,
-        source_length,
-        target_length,
-        "sentences" if subject.sentences else "full",
+    settings = Settings(
+        precisions=(dtype,),
+        attentions=(attention,),
+        workloads=(workload,),
+        batch_sizes=(batch_size,),
+        lengths=((source_length, target_length),),
+        text="sentences" if subject.sentences else "full",
     )
+    cell = _cell(subject, settings)
     if patches == ALL and not _all_patches(subject, precision):
         print("nothing to patch in this model: it is profiled as it is", file=sys.stderr)
         patches, against = STOCK, NONE if against == STOCK else against
@@ -94,6 +90,27 @@ def profile(
         subject, cell, [_variant(name, subject, precision) for name in names], _How(calls, host, trace)
     )
     _report(subject, cell, variants, top, json)
+
+
+def _cell(subject: Subject, settings: Settings) -> Cell:
+    """The one cell of the settings, of a stock model.
+
+    Raises:
+        T5FastPatchError: there is no such workload, or none for this model and device; a patch is on already.
+    """
+    from .engine import status
+    from .measure.cells import LEVELS, grid
+    from .measure.variants import check_stock
+
+    (workload,), (precision,) = settings.workloads, settings.precisions
+    if workload not in (known := (*LEVELS["stack"], *LEVELS["generate"])):
+        raise NotFoundError(f"no workload is called {workload!r}: there are {', '.join(known)}")
+    with contextlib.suppress(NotT5Error):
+        check_stock(status(subject.fp32))
+    cells = grid(settings, subject, ())
+    if not cells:
+        raise NotFoundError(f"{subject.name} on {subject.device} has no {workload} in {precision}")
+    return cells[0]
 
 
 def _report(subject: Subject, cell: Cell, variants: Sequence[Profiled], top: int, json: Path | None) -> None:
@@ -106,7 +123,7 @@ def _report(subject: Subject, cell: Cell, variants: Sequence[Profiled], top: int
     console = Console()
     print_report(variants, about, top, console if console.is_terminal else Console(width=WIDTH))
     if json is not None:
-        json.write_text(json_.dumps({**about, **to_dict(variants)}, indent=2) + "\n", encoding="utf-8")
+        write({json: (json_.dumps({**about, **to_dict(variants)}, indent=2) + "\n").encode()})
 
 
 def _profiled(subject: Subject, cell: Cell, variants: Sequence[Variant], how: _How) -> list[Profiled]:
@@ -144,7 +161,7 @@ def _variant(name: str, subject: Subject, precision: Precision) -> Variant:
         return Variant(stock(precision), precision)
     patches = _all_patches(subject, precision) if name == ALL else tuple(each.name for each in select(name).patches)
     if not patches:
-        raise NothingToPatchError("no patch applies to this model: profile it with --patches stock --against none")
+        raise T5FastPatchError(f"{name!r} names no patch: {STOCK!r} stands for none")
     return Variant(" + ".join(patches), precision, patches)
 
 
@@ -162,5 +179,4 @@ def _all_patches(subject: Subject, precision: Precision) -> tuple[str, ...]:
 
 
 def _trace_file(folder: Path, workload: str, variant: str) -> Path:
-    folder.mkdir(exist_ok=True)
     return folder / f"{workload}-{variant.replace(' ', '')}.json"

@@ -15,11 +15,13 @@ def report(
     figures: Annotated[Path | None, typer.Option(help="A directory for the pictures, as PNG and SVG.")] = None,
 ) -> None:
     """Make the reports of an ablation from its file; with no option, print the Markdown."""
+    from .files import check_outputs
     from .reports.markdown import markdown as markdown_of
     from .reports.reading import read
     from .reports.writing import write_report
 
     read_result = read(result)
+    check_outputs(html, markdown, folder=figures, inputs=(result,))
     if html is None and markdown is None and figures is None:
         print(markdown_of(read_result), end="")
     write_report(read_result, html=html, markdown=markdown, figures=figures)

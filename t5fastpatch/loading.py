@@ -59,6 +59,11 @@ def first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
+def described(error: BaseException) -> str:
+    """An error's kind and the first line of its message."""
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
 def from_config(model: str) -> nn.Module:
     """The model of a configuration, on the meta device, without weights.
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from ..engine import status
+from ..engine import patched, status
 from ..errors import NotT5Error, T5FastPatchError
 from ..extra import require
-from ..loading import first_line
+from ..loading import described
 from ..registry import State, list_patches, select
 from ..report import Report
 from ..reports.schema import SCHEMA, CellRecord, Result
@@ -29,8 +30,10 @@ from .settings import Settings
 from .store import Store
 from .subject import subject_for
 from .timing import Limits, Samples, interleave, stopwatch_for
-from .variants import Plan, Variant, plan
+from .variants import Plan, Trial, Variant, no_trial, plan
 
+# Lengths of source and target at which patches are tried.
+TRIED = (8, 4)
 NOTHING_TO_PATCH = "nothing to patch: the model holds no module of the T5 family"
 
 
@@ -113,19 +116,21 @@ class _Run:
         keys = {cell: key_of(cell, circumstances) for cell in self._cells}
         left = [cell for cell in self._cells if not self._finished(keys[cell])]
         self._announce(left)
-        header = {name: value for name, value in found.items() if name != "cells"}
-        if self._store and left:
-            self._store.append(header)
-        failed_before = len(self._failures)
+        if left:
+            self._append_header(found)
         for cell in self._cells:
             record = self._finished(keys[cell])
             if record is None and self._wanted(cell):
                 record = self._try(cell, keys[cell])
             if record is not None:
                 found["cells"].append(record)
-        if self._store and len(self._failures) > failed_before:
-            self._store.append(header)  # the last one counts, and this one has the failures
+        if self._failures:  # which the last header has all
+            self._append_header(found)
         return found
+
+    def _append_header(self, found: Result) -> None:
+        if self._store:
+            self._store.append({name: value for name, value in found.items() if name != "cells"})
 
     def _micro(self) -> list[str]:
         """The operations that can be run alone."""
@@ -148,6 +153,7 @@ class _Run:
                 report,
                 self._patches,
                 Precision(precision),
+                no_trial if report is None else self._trial(Precision(precision)),
                 tf32=self._subject.device.type == "cuda",
                 shapley=self._settings.shapley,
                 seed=self._settings.seed,
@@ -185,19 +191,39 @@ class _Run:
         done = len(self._cells) - len(left)
         if left:
             counts = [(cell, len(self._plan(cell.precision).measured)) for cell in left]
-            seconds = Estimate(self._subject).seconds(counts, self._settings)
             finished = f", {done} finished already" if done else ""
-            self._progress.say(f"{len(self._cells)} cells{finished}: about {in_words(seconds)}")
+            self._progress.say(f"{len(self._cells)} cells{finished}: {self._about(counts)}")
         else:
             self._progress.say(f"{done} cells, all finished already")
+
+    def _about(self, counts: Sequence[tuple[Cell, int]]) -> str:
+        try:
+            return f"about {in_words(Estimate(self._subject).seconds(counts, self._settings))}"
+        except Exception as error:  # as in a cell, which will say so
+            return f"how long they take is not known: {described(error)}"
+
+    def _trial(self, precision: Precision) -> Trial:
+        """Tries a small forward with patches on."""
+        model = self._subject.model(precision)
+
+        def why_not(names: Sequence[str]) -> str:
+            try:
+                with patched(model, names) if names else contextlib.nullcontext():
+                    model(**self._subject.full_batch(1, *TRIED))
+            except Exception as error:  # whatever a patch raises
+                return described(error)
+            return ""
+
+        # Where the stock model does not run, that is no patch's fault, and every cell says so.
+        return no_trial if why_not(()) else why_not
 
     def _try(self, cell: Cell, key: str) -> CellRecord | None:
         """Measures a cell; one that cannot be run is a failure, and the others go on."""
         self._subject.keep({Precision(cell.precision)})
         try:
             record = self._measure(cell, key)
-        except Exception as error:
-            self._failures.append(f"{cell}: {type(error).__name__}: {first_line(error)}")
+        except Exception as error:  # upstream's, PyTorch's or that of a patch of someone else's
+            self._failures.append(f"{cell}: {described(error)}")
             return None
         if self._store:
             self._store.append(record)
@@ -258,7 +284,9 @@ def _shares(made: Plan, samples: Samples, seed: int) -> Attribution | None:
 
 @contextlib.contextmanager
 def _threads(settings: Settings) -> Iterator[None]:
-    before = torch.get_num_threads()
+    before, cores = torch.get_num_threads(), os.cpu_count() or 1
+    if settings.threads is not None and not 1 <= settings.threads <= cores:
+        raise T5FastPatchError(f"there are {cores} cores here: name 1 to {cores} threads, not {settings.threads}")
     # The embedded model's products are too small to share out: more threads would mostly wait for each other.
     one = settings.model is None and settings.shape is None
     torch.set_num_threads(settings.threads or (1 if one else before))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import T5FastPatchError
+from ..files import one_line_errors
 from ..reports.reading import read_lines
 from ..reports.schema import CellRecord
 from .record import to_json
@@ -25,6 +26,8 @@ class Store:
     def __init__(self, path: Path) -> None:
         self._path = path
         try:
+            if path.exists() and not path.is_file():
+                raise T5FastPatchError(f"cannot use {str(path)!r} for the results: it is no file")
             text = path.read_text(encoding="utf-8") if path.exists() else ""
             with path.open("a", encoding="utf-8") as file:
                 # The run before was ended while it wrote: the reader knows what to make of that line.
@@ -32,7 +35,7 @@ class Store:
                     file.write("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise T5FastPatchError(f"cannot use {str(path)!r} for the results: {error}") from error
-        cells = read_lines(text.splitlines(), path)["cells"] if text.strip() else []
+        cells = read_lines(text.split("\n"), path)["cells"] if text.strip() else []
         self._cells: dict[str, CellRecord] = {cell["key"]: cell for cell in cells}
 
     def finished(self, key: str) -> CellRecord | None:
@@ -40,6 +43,10 @@ class Store:
         return self._cells.get(key)
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Writes a header or a cell, at once."""
-        with self._path.open("a", encoding="utf-8") as file:
+        """Writes a header or a cell, at once.
+
+        Raises:
+            T5FastPatchError: it cannot be written.
+        """
+        with one_line_errors(self._path), self._path.open("a", encoding="utf-8") as file:
             file.write(to_json(record) + "\n")

@@ -198,15 +198,21 @@ def held_out(model: str | None) -> list[Sentence]:
     path = _held_out_path(model)
     if not path.is_file():
         raise T5FastPatchError(f"no held-out sentences: there is no {path}")
-    lines = path.read_text(encoding="utf-8").split("\n")
     try:
-        records = [json.loads(line) for line in lines if line.strip()]
-        sentences = [Sentence(record.get("task", ""), record["source"], record.get("target")) for record in records]
-    except (ValueError, KeyError, AttributeError) as error:
+        lines = path.read_text(encoding="utf-8").split("\n")
+        sentences = [_sentence(json.loads(line)) for line in lines if line.strip()]
+    except (OSError, ValueError, KeyError, AttributeError) as error:
         raise T5FastPatchError(f"{path} does not hold one object a line with a source: {error!r}") from error
     if not sentences:
         raise T5FastPatchError(f"no held-out sentences: {path} is empty")
     return sentences
+
+
+def _sentence(record: Any) -> Sentence:
+    task, source, target = record.get("task") or "", record["source"], record.get("target")
+    if not all(isinstance(text, str) for text in (task, source, target or "")):
+        raise ValueError(f"task, source and target are texts, not {task!r}, {source!r}, {target!r}")
+    return Sentence(task, source, target)
 
 
 def batches(sentences: Sequence[Sentence], size: int) -> Iterator[list[Sentence]]:
@@ -280,6 +286,8 @@ def _class_for(config: Any) -> Any:
     each token."""
     name = (getattr(config, "architectures", None) or [""])[0]
     if not name or name.endswith("ForConditionalGeneration"):
+        if type(config) not in transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
+            raise NotT5Error(f"a {name or type(config).__name__} is not measured: it does not make text of text alone")
         return transformers.AutoModelForSeq2SeqLM
     cls = getattr(transformers, name, None)
     gives_tokens = name.endswith(("Model", "ForCausalLM", "ForMaskedLM"))

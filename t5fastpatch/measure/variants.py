@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ..errors import T5FastPatchError
 from ..registry import Patch, State
@@ -13,6 +13,8 @@ from .precision import Precision
 
 ALL = "all"
 _USABLE = (State.APPLIES, State.UNSAFE)
+Trial = Callable[[Sequence[str]], str]
+"""Puts patches on together and runs the model: why that fails, or nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +76,11 @@ class Plan:
         return next(each for each in found if coalition or each.name == self.baseline)
 
 
+def no_trial(names: Sequence[str]) -> str:
+    """The trial that finds no fault."""
+    return ""
+
+
 def stock(precision: Precision) -> str:
     """The name of the stock model in a precision."""
     return f"stock {precision}"
@@ -86,6 +93,7 @@ def plan(
     report: Report | None,
     patches: Iterable[Patch],
     precision: Precision,
+    trial: Trial = no_trial,
     *,
     tf32: bool = False,
     shapley: bool = False,
@@ -97,6 +105,7 @@ def plan(
         report: `status` of the stock model in this precision; `None` if it holds nothing of the T5 family.
         patches: those to be ablated.
         precision: the one that the patches are tried in.
+        trial: which patches, and which sets of them, can run at all.
         tf32: whether stock in tf32 is compared too.
         shapley: whether the sets that fair shares need are added where they are no rows already.
         seed: of the orders of many patches.
@@ -108,13 +117,13 @@ def plan(
     rows = [Variant(stock(each), each, state="stock") for each in stocks]
     if report is None:
         return Plan(rows, stock(precision))
+    check_stock(report)
     patches = list(patches)
-    on = [patch.name for patch in patches if report[patch.name].state is State.ON]
-    if on:
-        raise T5FastPatchError(f"{', '.join(on)} is on already, so nothing here is stock: unset T5FASTPATCH")
-    usable = [patch for patch in patches if report[patch.name].state in _USABLE]
-    together = _compatible(usable)
-    rows += _alone(report, patches, precision, usable, together) + _sets(usable, together, precision)
+    applicable = [patch.name for patch in patches if report[patch.name].state in _USABLE]
+    failed = {name: why for name in applicable if (why := trial([name]))}
+    usable = [patch for patch in patches if patch.name in applicable and patch.name not in failed]
+    together = _compatible(usable, trial)
+    rows += _alone(report, patches, precision, usable, together, failed) + _sets(usable, together, precision)
     orders = orders_for(together, seed) if together else []
     rows_are_enough = len(together) <= 3
     if shapley and not rows_are_enough:
@@ -122,8 +131,20 @@ def plan(
     return Plan(rows, stock(precision), orders if shapley or rows_are_enough else [])
 
 
+def check_stock(report: Report) -> None:
+    """Raises `T5FastPatchError` where a patch is on, be it one that is not asked for."""
+    on = [row.patch for row in report.rows if row.state is State.ON]
+    if on:
+        raise T5FastPatchError(f"{', '.join(on)} is on already, so nothing here is stock: unset T5FASTPATCH")
+
+
 def _alone(
-    report: Report, patches: Sequence[Patch], precision: Precision, usable: Sequence[Patch], together: Sequence[str]
+    report: Report,
+    patches: Sequence[Patch],
+    precision: Precision,
+    usable: Sequence[Patch],
+    together: Sequence[str],
+    failed: Mapping[str, str],
 ) -> list[Variant]:
     rows = []
     for patch in patches:
@@ -131,6 +152,9 @@ def _alone(
         if patch in usable:
             same_as = _other_name(patch.name, together)
             rows.append(Variant(patch.name, precision, (patch.name,), found.state.value, same_as))
+        elif patch.name in failed:
+            why = f"a forward with it fails: {failed[patch.name]}"
+            rows.append(Variant(patch.name, precision, state=State.REFUSED.value, measured=False, why=why))
         else:
             rows.append(Variant(patch.name, precision, state=found.state.value, measured=False, why=found.why))
     return rows
@@ -164,10 +188,11 @@ def _further(rows: Sequence[Variant], orders: Sequence[Order], precision: Precis
     return [Variant(" + ".join(each), precision, each, shown=False) for each in sets if frozenset(each) not in there]
 
 
-def _compatible(patches: Sequence[Patch]) -> list[str]:
+def _compatible(patches: Sequence[Patch], trial: Trial) -> list[str]:
     """As many of the patches, from the first on, as can be on one model together."""
     kept: list[Patch] = []
     for patch in patches:
-        if not any(patch.name in other.conflicts or other.name in patch.conflicts for other in kept):
+        conflict = any(patch.name in other.conflicts or other.name in patch.conflicts for other in kept)
+        if not conflict and not (kept and trial([each.name for each in (*kept, patch)])):
             kept.append(patch)
     return [patch.name for patch in kept]

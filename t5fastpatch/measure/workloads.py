@@ -154,10 +154,16 @@ def cache_keyword(model: nn.Module) -> str:
 
 
 def decoder_input_ids(model: nn.Module, labels: torch.Tensor) -> torch.Tensor:
-    """The labels one place to the right behind the start token, padding instead of -100 (int64, shape of `labels`)."""
+    """The labels one place to the right behind the start token, padding instead of -100 (int64, shape of `labels`).
+
+    Raises:
+        T5FastPatchError: the configuration does not say which tokens those are.
+    """
     config: Any = model.config
     text = getattr(config, "text_config", config)
     start, padding = text.decoder_start_token_id, text.pad_token_id
+    if start is None or padding is None:
+        raise T5FastPatchError("the model's configuration lacks its decoder_start_token_id or pad_token_id")
     shifted = torch.cat([torch.full_like(labels[:, :1], start), labels[:, :-1]], dim=1)
     return shifted.masked_fill(shifted == IGNORED_LABEL, padding)
 

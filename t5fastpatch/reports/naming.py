@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeGuard
 
@@ -119,7 +119,7 @@ def variants(cells: Iterable[dict[str, Any]]) -> dict[str, str]:
 
 def is_number(value: Any) -> TypeGuard[float]:
     """Whether a value is a finite number; the file has infinity and NaN as strings."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def is_interval(value: Any) -> TypeGuard[dict[str, float]]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import T5FastPatchError
+from .form import misfit
 from .schema import SCHEMA
 
 _NEVER_THE_SAME = frozenset({"load", "cpu_mhz", "gpu_mhz"})
@@ -23,17 +24,13 @@ def read(path: str | Path) -> dict[str, Any]:
         T5FastPatchError: the file cannot be read, is neither form, or is of another schema.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")
     except OSError as error:
         raise T5FastPatchError(f"cannot read {str(path)!r}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise T5FastPatchError(f"cannot read {str(path)!r}: it is no text; give a file that ablate wrote") from error
-    try:
-        result = json.loads(text, parse_constant=str)
-    except json.JSONDecodeError:
-        result = read_lines(text.splitlines(), path)
-    else:
-        result = _checked(result, path)
+    parsed = _parsed(text)
+    result = read_lines(text.split("\n"), path) if parsed is None else _checked(parsed, path)
     return {**shown(result), "notes": list(result.get("notes") or [])}
 
 
@@ -70,10 +67,11 @@ def read_lines(lines: Sequence[str], path: str | Path) -> dict[str, Any]:
     return _checked({**headers[-1], "cells": list(cells.values()), "notes": notes}, path)
 
 
-def _parsed(line: str) -> Any:
+def _parsed(text: str) -> Any:
+    """What JSON gives; `None` where it is none, has an endless number, or is nested too deep to be read."""
     try:
-        return json.loads(line, parse_constant=str)
-    except json.JSONDecodeError:
+        return json.loads(text, parse_constant=str)
+    except (ValueError, RecursionError):
         return None
 
 
@@ -100,24 +98,25 @@ def _differences(headers: Sequence[dict[str, Any]]) -> list[str]:
     return [f"The run was resumed with a change of the {', '.join(sorted(changed))}; the last values are shown."]
 
 
-def _checked(result: Any, path: str | Path) -> dict[str, Any]:
-    schema = _get(result, "schema")
+def _checked(parsed: Any, path: str | Path) -> dict[str, Any]:
+    schema = _get(parsed, "schema")
     if schema != SCHEMA:
         said = f"its schema is {schema!r}" if schema else "it names no schema"
         raise T5FastPatchError(
             f"{str(path)!r} is not a result in {SCHEMA} ({said}): run t5fastpatch ablate of this version again"
         )
-    cells = result.setdefault("cells", [])
-    for part in ("subject", "settings", "environment"):
-        if not isinstance(result.setdefault(part, {}), dict):
-            raise T5FastPatchError(f"{str(path)!r} is damaged: its {part} is no object; run the ablation again")
-    if not isinstance(cells, list) or not all(map(_is_cell, cells)):
+    if found := misfit(parsed):
+        raise T5FastPatchError(f"{str(path)!r} is damaged: its {found}; run the ablation again")
+    parts = {part: parsed.get(part) or {} for part in ("subject", "settings", "environment")}
+    cells = parsed.get("cells") or []
+    if not all(map(_is_cell, cells)):
         raise T5FastPatchError(
             f"{str(path)!r} is damaged: a cell lacks its description or rows; run the ablation again"
         )
-    return dict(result)
+    return {**parsed, **parts, "cells": cells}
 
 
 def _is_cell(cell: Any) -> bool:
     rows = _get(cell, "rows")
-    return isinstance(_get(cell, "cell"), dict) and isinstance(rows, list) and all(_get(row, "variant") for row in rows)
+    described = isinstance(_get(cell, "cell"), dict) and isinstance(rows, list)
+    return described and all(isinstance(_get(row, "variant"), str) for row in rows)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import T5FastPatchError
+from ..files import make_folder, write
 from .figures import pictures
 from .markdown import markdown as markdown_of
 from .page import page
@@ -38,34 +36,10 @@ def write_report(
         for picture in drawn:
             contents[figures / f"{picture.name}.svg"] = picture.svg().encode()
             contents[figures / f"{picture.name}.png"] = picture.png()
-        _make(figures)
+        make_folder(figures)
     write(contents)
-
-
-def write(contents: Mapping[Path, bytes]) -> None:
-    """Writes files.
-
-    Raises:
-        T5FastPatchError: one cannot be written.
-    """
-    for path, content in contents.items():
-        with _said_in_one_line(path):
-            path.write_bytes(content)
 
 
 def to_json(plain: Any) -> str:
     """Plain dicts and lists as indented JSON."""
     return json.dumps(plain, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
-
-
-def _make(folder: Path) -> None:
-    with _said_in_one_line(folder):
-        folder.mkdir(exist_ok=True)
-
-
-@contextlib.contextmanager
-def _said_in_one_line(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise T5FastPatchError(f"cannot write {str(path)!r}: {error.strerror}") from error

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...engine import patched
-from ...errors import NotT5Error
+from ...engine import patched, status
+from ...errors import NotT5Error, T5FastPatchError
+from ...loading import described
 from ..census import Census, census
 from ..census.fake import shapes_only, without_data
 from ..precision import Precision
-from ..variants import STOCK_FP32, stock
+from ..variants import STOCK_FP32, check_stock, stock
 from ..workloads import Workload, decoder_step, encoder_forward, forward, is_seq2seq
 from .devices import Device
 from .model import Prediction, predict
@@ -66,11 +67,18 @@ def forecast(
         tf32: as for `cost.predict`.
 
     Raises:
-        NotT5Error: the model is not one of text to text, or no T5.
-        T5FastPatchError: a patch is unknown or has no place in the model.
+        NotT5Error: the model is not one of text to text, no T5, or does not run on shapes alone.
+        T5FastPatchError: a patch is unknown, has no place in the model, or is on already.
     """
     _check(model)
-    counted = _censuses(model, sizes, half, patches)
+    check_stock(status(model))
+    try:
+        counted = _censuses(model, sizes, half, patches)
+    except T5FastPatchError:
+        raise
+    except Exception as error:  # whatever a model's own code raises where there is no data, or where it wants more
+        kind = type(model).__name__
+        raise NotT5Error(f"no prediction for this {kind}, which does not run: {described(error)}") from error
     name = str(half.dtype).removeprefix("torch.")
 
     def prediction(variant: str, work: Census, device: Device) -> Prediction | None:
