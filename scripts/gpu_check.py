@@ -99,8 +99,8 @@ class Scale:
         return (*self.models, self.encoder)
 
 
-FULL = Scale(("t5-small", "t5-large"), "t5-xxl-encoder-8", (16, 64), (128, 8), Limits(20, 8, budget_s=1.5))
-SMALL = Scale(("toy",), "toy-encoder", (2,), (8, 3), Limits(2, 2, budget_s=0.0))
+FULL = Scale(("t5-small", "t5-large"), "t5-xxl-encoder-8", (16, 64), (128, 8), Limits(20, 8, time_budget=1.5))
+SMALL = Scale(("toy",), "toy-encoder", (2,), (8, 3), Limits(2, 2, time_budget=0.0))
 
 
 class Budget:
@@ -177,7 +177,7 @@ def pieces(scale: Scale, device: torch.device) -> Iterator[Settings]:
         text="full",
         rounds=limits.rounds,
         min_rounds=limits.min_rounds,
-        time_budget=limits.budget_s,
+        time_budget=limits.time_budget,
         counts=False,
     )
     calls = dict.fromkeys(scale.models, ("decoder_step", "encoder")) | {scale.encoder: ("forward",)}

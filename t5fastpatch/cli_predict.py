@@ -13,7 +13,7 @@ from .files import check_outputs, write
 if TYPE_CHECKING:
     from torch import nn
 
-    from .measure.cost.forecast import Cell, Sizes
+    from .measure.cost.forecast import Forecast, Sizes
     from .measure.precision import Precision
 
 TITLE = "Predicted, not measured"
@@ -78,7 +78,7 @@ def _half(name: str) -> Precision:
     return precision
 
 
-def _print(name: str, sizes: Sizes, cells: list[Cell]) -> None:
+def _print(name: str, sizes: Sizes, cells: list[Forecast]) -> None:
     import transformers
     from rich.console import Console
     from rich.table import Table
@@ -103,35 +103,35 @@ def _print(name: str, sizes: Sizes, cells: list[Cell]) -> None:
     )
 
 
-def _rows(cells: list[Cell]) -> dict[str, dict[str, Cell]]:
+def _rows(cells: list[Forecast]) -> dict[str, dict[str, Forecast]]:
     """By workload and variant."""
-    rows: dict[str, dict[str, Cell]] = {}
+    rows: dict[str, dict[str, Forecast]] = {}
     for cell in cells:
         rows.setdefault(cell.workload, {})[cell.variant] = cell
     return rows
 
 
-def _columns(row: list[Cell]) -> list[str]:
+def _columns(row: list[Forecast]) -> list[str]:
     """Three times, two ratios and what bounds each time."""
     fp32, half, patched = row
     bounds = list(dict.fromkeys(cell.prediction.bound.value for cell in row if cell.prediction))
     return [*map(_time, row), _ratio(half, fp32), _ratio(patched, half), ", ".join(bounds)]
 
 
-def _time(cell: Cell) -> str:
+def _time(cell: Forecast) -> str:
     if cell.prediction is None:
         return "not available"
     milliseconds = cell.prediction.seconds * 1000
     return f"{milliseconds:.3g} ms" if milliseconds < 1000 else f"{milliseconds:.0f} ms"
 
 
-def _ratio(cell: Cell, baseline: Cell) -> str:
+def _ratio(cell: Forecast, baseline: Forecast) -> str:
     if cell.prediction is None or baseline.prediction is None:
         return "-"
     return f"{cell.prediction.seconds / baseline.prediction.seconds:.2f}"
 
 
-def _json(name: str, sizes: Sizes, cells: list[Cell]) -> str:
+def _json(name: str, sizes: Sizes, cells: list[Forecast]) -> str:
     import dataclasses
     import json
 
@@ -152,7 +152,7 @@ def _json(name: str, sizes: Sizes, cells: list[Cell]) -> str:
     return json.dumps(document, indent=2) + "\n"
 
 
-def _cell(cell: Cell) -> dict[str, Any]:
+def _cell(cell: Forecast) -> dict[str, Any]:
     """A cell as plain data; nulls where nothing is predicted."""
     found = cell.prediction
     return {

@@ -153,7 +153,7 @@ def test_the_tables_fit_and_name_every_row(model: Path, capsys: pytest.CaptureFi
     for name in ("stock fp32", "stock fp16", "all", *(patch.name for patch in list_patches())):
         assert any(line.startswith(f"│ {name}") for line in tables)
     assert "say nothing of a GPU's fp16" in captured.out
-    assert captured.err.splitlines()[0].startswith("4 cells: about ")
+    assert captured.err.splitlines()[0].startswith("4 cells: up to about ")
 
 
 def test_chosen_patches_in_bfloat16(model: Path, tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def test_what_is_left_out_is_named(subject: Subject) -> None:
     assert left_out(settings, grid(settings, subject, MICRO), MICRO) == ["tf32"]
     random = Subject("random weights", subject.fp32)
     settings = Settings(workloads=("encoder", "trainer"))
-    assert left_out(settings, grid(settings, random, MICRO), MICRO) == ["evaluate", "evaluate_smoothed"]
+    assert left_out(settings, grid(settings, random, MICRO), MICRO) == list(LEVELS["trainer"])
 
 
 def test_a_key_is_that_of_a_cell_and_its_circumstances(subject: Subject) -> None:
@@ -210,13 +210,14 @@ def test_the_micro_level_has_a_row_for_stock_and_for_the_one_patch(folder: str) 
 
 def test_the_trainers_level_reports_what_users_see(folder: str) -> None:
     result = run(Settings(model=folder, workloads=("trainer",), samples=4, batch_sizes=(4,), **ONCE))
-    assert workloads_of(result) == ["evaluate", "evaluate_smoothed"]
-    plain, smoothed = (cell["rows"] for cell in result["cells"])
-    for row in (*plain, *smoothed):
+    assert workloads_of(result) == list(LEVELS["trainer"])
+    plain, smoothed, fixed, beam = (cell["rows"] for cell in result["cells"])
+    for row in (*plain, *smoothed, *fixed, *beam):
         if row["measured"]:
             assert set(row["evaluation"]) == {"runtime", "samples_per_second", "loss", "bleu", "gen_len", "memory"}
             assert set(row["evaluation"]["memory"]) == {"load", "cast", "evaluate"}
     assert smoothed[0]["evaluation"]["loss"] != pytest.approx(plain[0]["evaluation"]["loss"], rel=1e-3)
+    assert fixed[0]["evaluation"]["gen_len"] == 3  # of at most 4, the start token being one
     fp32, fp16 = plain[0]["evaluation"], plain[1]["evaluation"]
     assert fp16["loss"] == pytest.approx(fp32["loss"], rel=1e-2)
     assert fp16["loss"] != fp32["loss"]
@@ -329,7 +330,7 @@ def test_an_interrupted_run_goes_on_where_it_was(
     assert workloads_of(first) == ["encoder"]
     stop_at = ""
     assert main(command) == 0
-    assert "3 cells, 1 finished already: about " in capsys.readouterr().err
+    assert "3 cells, 1 finished already: up to about " in capsys.readouterr().err
     # The encoder was timed once, the forward begun twice.
     assert len(measured) == 3
     whole = read(file)

@@ -83,10 +83,10 @@ def test_short_calls_are_made_several_times_after_one_that_is_not_timed() -> Non
 
 def test_the_budget_ends_the_rounds_but_not_before_the_least_number() -> None:
     # A round takes 0.6 s, the warm-up 1.2 s.
-    samples = FakeTime().interleave(20, min_rounds=5, budget_s=5.0)
+    samples = FakeTime().interleave(20, min_rounds=5, time_budget=5.0)
     assert (samples.rounds, samples.stopped) == (7, "time")
-    assert FakeTime().interleave(20, min_rounds=4, budget_s=0.0).rounds == 4
-    assert FakeTime().interleave(3, budget_s=0.0).rounds == 3
+    assert FakeTime().interleave(20, min_rounds=4, time_budget=0.0).rounds == 4
+    assert FakeTime().interleave(3, time_budget=0.0).rounds == 3
     samples = FakeTime().interleave(6)
     assert (samples.rounds, samples.stopped) == (6, "rounds")
 

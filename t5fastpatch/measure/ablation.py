@@ -198,7 +198,7 @@ class _Run:
 
     def _about(self, counts: Sequence[tuple[Cell, int]]) -> str:
         try:
-            return f"about {in_words(Estimate(self._subject).seconds(counts, self._settings))}"
+            return f"up to about {in_words(Estimate(self._subject).seconds(counts, self._settings))}"
         except Exception as error:  # as in a cell, which will say so
             return f"how long they take is not known: {described(error)}"
 

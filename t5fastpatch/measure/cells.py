@@ -20,7 +20,7 @@ LEVELS: Mapping[str, tuple[str, ...]] = {
     "micro": (),
     "stack": ("block", "encoder", "decoder_step", "forward"),
     "generate": ("greedy", "greedy_free", "beam", "beam_free"),
-    "trainer": ("evaluate", "evaluate_smoothed"),
+    "trainer": ("evaluate", "evaluate_smoothed", "evaluate_fixed", "evaluate_beam"),
     RESULTS: (RESULTS,),
 }
 """The workloads of each level; those of `micro` are the single operations that a model has."""

@@ -129,6 +129,7 @@ class Trainer(Level):
         self._subject = subject
         self._cell = cell
         self._samples = settings.samples
+        self._num_beams = settings.num_beams
         self._evaluations: defaultdict[str, list[TrainerEvaluation]] = defaultdict(list)
         self.enter_context(subject.attention(cell.attention))
 
@@ -136,11 +137,14 @@ class Trainer(Level):
         return [variant for variant in plan.measured if variant.shown]
 
     def entry(self, variant: Variant) -> Entry:
+        kind = self._cell.workload.partition("_")[2]
         settings = EvaluationSettings(
             self._cell.batch_size,
             self._cell.source_length,
             self._cell.target_length,
-            label_smoothing=LABEL_SMOOTHING if self._cell.workload.endswith("_smoothed") else 0.0,
+            num_beams=self._num_beams if kind == "beam" else 1,
+            label_smoothing=LABEL_SMOOTHING if kind == "smoothed" else 0.0,
+            fixed_length=kind == "fixed",
             full_eval=FULL_EVAL.get(variant.precision),
         )
         # What `full_eval` casts is the fp32 model; one loaded in half precision stays as it is.

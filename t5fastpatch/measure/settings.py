@@ -66,7 +66,10 @@ class Settings:
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "quick": {},
     "report": {
-        "workloads": ("micro", "encoder", "decoder_step", "forward", "greedy", "trainer", "results"),
+        "workloads": (
+            *("micro", "encoder", "decoder_step", "forward", "greedy"),
+            *("evaluate", "evaluate_smoothed", "results"),
+        ),
         "batch_sizes": (8, 16),
         "lengths": ((12, 128),),
         "text": "full",

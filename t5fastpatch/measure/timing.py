@@ -34,13 +34,13 @@ class Limits:
         min_rounds: how many whatever else is said.
         width: no further round is begun once every variant's 95% interval is this narrow, as a fraction of the
             baseline's time; 0 for never.
-        budget_s: nor after this many seconds, warm-up included.
+        time_budget: nor after this many seconds, warm-up included.
     """
 
     rounds: int = 20
     min_rounds: int = LEAST_ROUNDS
     width: float = 0.01
-    budget_s: float = math.inf
+    time_budget: float = math.inf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +96,7 @@ def interleave(
         clock: what the budget is read from, in seconds.
         advance: called after each variant of each round.
     """
-    ends = clock() + limits.budget_s
+    ends = clock() + limits.time_budget
     order = list(variants)
     shuffler = random.Random(seed)
     seconds: dict[str, list[float]] = {name: [] for name in order}

@@ -8,7 +8,7 @@ from typing import Any, TypeGuard
 
 STOCK_FP32 = "stock fp32"
 FIELDS = ("workload", "precision", "attention", "compiled", "batch", "length", "text")
-LEVELS = {
+HEADINGS = {
     "micro": "One operation",
     "stack": "Calls of the model",
     "generate": "Calls of the model",
@@ -23,10 +23,10 @@ def text_of(value: Any) -> str:
     return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in line)
 
 
-def level_of(cell: dict[str, Any]) -> str:
+def heading_of(cell: dict[str, Any]) -> str:
     """The level of a cell, in words; those that stand in one table have the same."""
     level = cell["cell"].get("level")
-    return LEVELS.get(level, text_of(level))
+    return HEADINGS.get(level, text_of(level))
 
 
 def field_value(cell: dict[str, Any], field: str) -> Any:
@@ -83,7 +83,7 @@ def grouped(cells: Sequence[dict[str, Any]], across: Sequence[str]) -> list[list
     """Cells that differ in nothing but the fields `across`, in order of these."""
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for cell in cells:
-        fixed = [level_of(cell), cell.get("baseline")]
+        fixed = [heading_of(cell), cell.get("baseline")]
         fixed += [wording(cell, field) for field in FIELDS if field not in across]
         groups.setdefault(tuple(map(str, fixed)), []).append(cell)
     return [sorted(group, key=lambda cell: [_order(cell, field) for field in across]) for group in groups.values()]

@@ -12,7 +12,7 @@ from .naming import (
     STOCK_FP32,
     describe,
     grouped,
-    level_of,
+    heading_of,
     names,
     patched_row,
     row_of,
@@ -24,6 +24,7 @@ from .naming import (
     wording,
 )
 
+STATES = {"stock": "", "set": "", "unsafe": "unsafe alone"}
 COUNTS = {
     "ops": "ops",
     "leaf_ops": "leaf ops",
@@ -169,7 +170,7 @@ def count_tables(cells: Sequence[dict[str, Any]]) -> list[Table]:
 def _state(row: dict[str, Any]) -> str:
     """What is said of a patch; of a stock model or a set of patches there is nothing to say."""
     state = text_of(row.get("state") or "")
-    return "" if state in ("stock", "set") else state
+    return STATES.get(state, state)
 
 
 def _counts(cell: dict[str, Any]) -> list[list[str]]:
@@ -334,8 +335,8 @@ def _across(
     """
     shown = [cell for cell in cells if any(content(row, cell) != NOTHING for row in cell["rows"])]
     tables = []
-    for level in dict.fromkeys(map(level_of, shown)):
-        here = [cell for cell in shown if level_of(cell) == level]
+    for level in dict.fromkeys(map(heading_of, shown)):
+        here = [cell for cell in shown if heading_of(cell) == level]
         differing = varying(here)
         column = next((field for field in ("batch", "length") if varies(here, field)), "workload")
         # An encoder has no target: that alone is no reason for a table of its own.

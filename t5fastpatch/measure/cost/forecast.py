@@ -38,7 +38,7 @@ class Sizes:
 
 
 @dataclasses.dataclass(frozen=True)
-class Cell:
+class Forecast:
     """One predicted time; `prediction` is `None` where the device does not have the dtype."""
 
     device: str
@@ -55,7 +55,7 @@ def forecast(
     patches: str | Sequence[str] | None = None,
     *,
     tf32: bool = False,
-) -> list[Cell]:
+) -> list[Forecast]:
     """Predicts the times of stock fp32, stock half and patched half, by device and workload, without running anything.
 
     Args:
@@ -86,7 +86,7 @@ def forecast(
         return predict(work, device, tf32=tf32) if there else None
 
     return [
-        Cell(device.name, workload, variant, prediction(variant, work, device))
+        Forecast(device.name, workload, variant, prediction(variant, work, device))
         for device in devices
         for (workload, variant), work in counted.items()
     ]
