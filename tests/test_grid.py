@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -26,12 +27,12 @@ from t5fastpatch.measure.precision import Precision, in_precision
 from t5fastpatch.measure.settings import PRESETS, Settings, preset
 from t5fastpatch.measure.store import Store
 from t5fastpatch.measure.subject import Subject, attention_of, attentions_of, load
-from t5fastpatch.measure.trainer import TrainerEvaluation, TrainerLevel
+from t5fastpatch.measure.trainer import EvaluationSettings, TrainerEvaluation, TrainerLevel
 from t5fastpatch.measure.variants import Variant
 from t5fastpatch.reports.reading import read
 
 ONCE: dict[str, Any] = {"rounds": 2, "min_rounds": 2, "time_budget": 0, "threads": 1, "lengths": ((8, 4),)}
-MICRO = ["skip_inf_check", "layer_norm", "activation"]
+MICRO = ["skip_inf_check", "layer_norm", "softmax", "activation"]
 
 
 @pytest.fixture(scope="module")
@@ -196,13 +197,13 @@ def test_the_micro_level_has_a_row_for_stock_and_for_the_one_patch(folder: str) 
     result = run(Settings(model=folder, workloads=("micro",), **ONCE))
     half = transformers.T5ForConditionalGeneration.from_pretrained(folder).half()
     applies = [row.patch for row in status(half).rows if row.state.value in ("applies", "unsafe")]
-    assert workloads_of(result) == [*applies, "activation"]
+    assert workloads_of(result) == [*applies, "softmax", "activation"]
     others = [patch.name for patch in t5fastpatch.list_patches() if patch.name not in applies]
     said = [note.partition(" is not measured alone: ") for note in result["notes"]]
     assert [name for name, found, _ in said if found] == others
     for cell in result["cells"]:
         name = cell["cell"]["workload"]
-        expected = ["stock fp32", "stock fp16"] + ([] if name == "activation" else [name])
+        expected = ["stock fp32", "stock fp16"] + ([name] if name in applies else [])
         assert [row["variant"] for row in cell["rows"]] == expected
     check = next(cell for cell in result["cells"] if cell["cell"]["workload"] == "skip_inf_check")
     assert [row["census"]["ops"] > 0 for row in check["rows"]] == [False, True, False]
@@ -217,7 +218,6 @@ def test_the_trainers_level_reports_what_users_see(folder: str) -> None:
             assert set(row["evaluation"]) == {"runtime", "samples_per_second", "loss", "bleu", "gen_len", "memory"}
             assert set(row["evaluation"]["memory"]) == {"load", "cast", "evaluate"}
     assert smoothed[0]["evaluation"]["loss"] != pytest.approx(plain[0]["evaluation"]["loss"], rel=1e-3)
-    assert fixed[0]["evaluation"]["gen_len"] == 3  # of at most 4, the start token being one
     fp32, fp16 = plain[0]["evaluation"], plain[1]["evaluation"]
     assert fp16["loss"] == pytest.approx(fp32["loss"], rel=1e-2)
     assert fp16["loss"] != fp32["loss"]
@@ -284,6 +284,22 @@ def test_every_part_of_a_model_runs_on_text_of_exactly_the_lengths(folder: str) 
     result = run(Settings(model=folder, workloads=("stack",), text="full", patches=("layer_norm",), **ONCE))
     assert workloads_of(result) == list(LEVELS["stack"])
     assert result["failures"] == []
+
+
+def test_each_evaluation_is_what_its_name_says(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, EvaluationSettings] = {}
+    monkeypatch.setattr(levels, "TrainerLevel", lambda *arguments: asked.__setitem__(workload, arguments[3]) or Mock())
+    for workload in LEVELS["trainer"]:
+        cell = Cell("trainer", workload, "fp16", attention_of(subject.fp32), False, 2, 8, 4, "sentences")
+        with levels.Trainer(subject, cell, Settings(num_beams=3)) as level:
+            level.entry(Variant("stock fp16", Precision.FP16))
+    plain = EvaluationSettings(2, 8, 4, full_eval="fp16")
+    assert asked == {
+        "evaluate": plain,
+        "evaluate_smoothed": dataclasses.replace(plain, label_smoothing=0.1),
+        "evaluate_fixed": dataclasses.replace(plain, fixed_length=True),
+        "evaluate_beam": dataclasses.replace(plain, num_beams=3),
+    }
 
 
 def test_a_compiled_forward_is_timed_and_leaves_nothing_behind(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:

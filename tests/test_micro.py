@@ -20,7 +20,7 @@ from t5fastpatch import (
     register,
     status,
 )
-from t5fastpatch.measure.micro import ACTIVATION, MicroOp, micro_ops
+from t5fastpatch.measure.micro import ACTIVATION, SOFTMAX, MicroOp, micro_ops
 from t5fastpatch.registry import State, get_patch
 from t5fastpatch.rewrite import Edit, Method
 
@@ -54,7 +54,7 @@ def test_each_patch_that_applies_has_its_operation_and_each_other_a_reason(kind:
     model = kind.build().half()
     usable = [row.patch for row in status(model).rows if row.state in (State.APPLIES, State.UNSAFE)]
     ops, left_out = micro_ops(model, list_patches())
-    assert [op.name for op in ops] == [*usable, ACTIVATION]
+    assert [op.name for op in ops] == [*usable, SOFTMAX, ACTIVATION]
     assert set(left_out) == {patch.name for patch in list_patches()} - set(usable)
     for why in left_out.values():
         assert why == f"already upstream in transformers {transformers.__version__}"
@@ -80,7 +80,15 @@ def test_shapes_follow_the_configuration() -> None:
     model = zoo.BY_NAME["t5"].build()
     shapes = {"skip_inf_check": (3, 5, 32), "softmax_dtype": (3, 4, 5, 5), "layer_norm": (3, 5, 32)}
     for name, op in ops_of(model).items():
-        assert op.make_input(3, 5).shape == {**shapes, ACTIVATION: (3, 5, 64)}[name]
+        assert op.make_input(3, 5).shape == {**shapes, SOFTMAX: (3, 4, 5, 5), ACTIVATION: (3, 5, 64)}[name]
+
+
+def test_the_softmax_stays_in_the_scores_dtype() -> None:
+    op = operation(SOFTMAX, torch.float16)
+    scores = op.make_input(2, 8)
+    assert torch.equal(op.before(scores), torch.softmax(scores, dim=-1))
+    assert op.before(scores).dtype is torch.float16
+    assert op.after is None
 
 
 def test_inputs_are_seeded() -> None:
@@ -158,6 +166,7 @@ def test_another_family_s_model_gives_reasons_and_no_operation() -> None:
     assert ops == []
     assert left_out["layer_norm"] == f"absent in transformers {transformers.__version__}"
     assert "has an activation" in left_out[ACTIVATION]
+    assert "is an attention of a T5 family" in left_out[SOFTMAX]
 
 
 def statement(method: Method, start: str) -> tuple[int, int]:
@@ -179,7 +188,7 @@ def third_party(role: Role, start: str, *lines: str) -> SourcePatch:
 
 def reason(patch: Any) -> str:
     ops, left_out = micro_ops(zoo.BY_NAME["t5"].build(), [register(patch)])
-    assert [op.name for op in ops] == [ACTIVATION]
+    assert [op.name for op in ops] == [SOFTMAX, ACTIVATION]
     return left_out["theirs"]
 
 

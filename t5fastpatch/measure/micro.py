@@ -30,6 +30,7 @@ from ..rewrite import Edit, Method
 Op = Callable[[torch.Tensor], torch.Tensor]
 InputShape = Callable[[int, int], tuple[int, ...]]
 ACTIVATION = "activation"
+SOFTMAX = "softmax"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,9 +38,9 @@ class MicroOp:
     """One operation, in the precision and on the device of the model it was taken from.
 
     Attributes:
-        name: the patch's, or `"activation"`.
+        name: the patch's, `"softmax"` or `"activation"`.
         before: upstream's operation.
-        after: what the patch puts in its place; `None` for the activation, which no patch changes.
+        after: what the patch puts in its place; `None` for the last two, which no patch changes.
         shape: the input's, for a batch size and a length.
         dtype: the input's.
         device: the input's.
@@ -59,10 +60,11 @@ class MicroOp:
 
 
 def micro_ops(model: Any, patches: Iterable[Patch]) -> tuple[list[MicroOp], dict[str, str]]:
-    """The operations of a model that can be run alone: those that patches replace, and the activation.
+    """The operations of a model that can be run alone: those that patches replace, the softmax and the activation.
 
     The shapes of their inputs follow from the model: batch x length x d_model for norms and for what stands in a block,
-    batch x heads x length x length for what stands in an attention, batch x length x d_ff for the activation.
+    batch x heads x length x length for a softmax and for what stands in an attention, batch x length x d_ff for the
+    activation.
 
     Args:
         model: a stock model, in evaluation mode. What is needed of it is copied, and nothing of it changed.
@@ -73,6 +75,7 @@ def micro_ops(model: Any, patches: Iterable[Patch]) -> tuple[list[MicroOp], dict
         operation on one tensor.
     """
     makers = {patch.name: functools.partial(_patched_op, model, patch) for patch in patches}
+    makers[SOFTMAX] = functools.partial(_softmax, model)
     makers[ACTIVATION] = functools.partial(_activation, model)
     ops, left_out = [], {}
     for name, make in makers.items():
@@ -95,6 +98,14 @@ def _patched_op(model: Any, patch: Patch) -> MicroOp:
     else:
         before, after = _both_ways(patch, Method.of(cls), finding(patch, cls).edits[0])
     return MicroOp(patch.name, before, after, _shape(model, patch.role), model.dtype, model.device)
+
+
+def _softmax(model: Any) -> MicroOp:
+    """In the scores' own dtype, whatever upstream's attention makes of it."""
+    if not any(role_of(type(module)) is Role.ATTENTION for module in model.modules()):
+        raise NothingToPatchError(f"no module of this {type(model).__name__} is an attention of a T5 family")
+    softmax = functools.partial(torch.softmax, dim=-1)
+    return MicroOp(SOFTMAX, softmax, None, _shape(model, Role.ATTENTION), model.dtype, model.device)
 
 
 def _activation(model: Any) -> MicroOp:
