@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
-import os
 import shutil
 import subprocess
 import sys
@@ -368,7 +367,7 @@ def profile_line(profile: dict[str, Any]) -> str:
 def main(
     device: Annotated[str, typer.Option(help="cuda, cuda:1, ...; cpu to try the script out.")] = "cuda",
     budget: Annotated[float, typer.Option(min=0, help="Seconds, after which nothing more is begun.")] = 420.0,
-    out: Annotated[Path | None, typer.Option(help="A folder for the files; $OUT, or ./gpu_check, without it.")] = None,
+    out: Annotated[Path, typer.Option(help="A folder for the files.")] = Path("gpu_check"),
     small: Annotated[bool, typer.Option("--small", help="Toy size.")] = False,
     only: Annotated[
         list[str] | None,
@@ -385,10 +384,9 @@ def main(
     quiet()
     SHAPES.update(TOYS)
     scale = SMALL if small else FULL
-    folder = out or Path(os.environ.get("OUT", "gpu_check"))
-    folder.mkdir(parents=True, exist_ok=True)
+    out.mkdir(parents=True, exist_ok=True)
     about = {"schema": SCHEMA, "budget": budget, "scale": dataclasses.asdict(scale)}
-    findings = Findings(folder, scale.shapes, about, only or ())
+    findings = Findings(out, scale.shapes, about, only or ())
     check(scale, place, left, findings)
     console = Console(width=110)
     times = time_table(findings.ablations())

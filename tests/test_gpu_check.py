@@ -64,8 +64,19 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.Completed
     only = [
         part for name in ("device", "tests", "torch.where", "profile", "fp16, batch 1") for part in ("--only", name)
     ]
-    command = [sys.executable, "-c", WITHOUT_THEM, str(SCRIPT), "--device", "cpu", "--small", *only]
-    environment = {**os.environ, "OUT": str(folder), "HF_HUB_OFFLINE": "1"}
+    command = [
+        sys.executable,
+        "-c",
+        WITHOUT_THEM,
+        str(SCRIPT),
+        "--device",
+        "cpu",
+        "--small",
+        "--out",
+        str(folder),
+        *only,
+    ]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False), folder
 
 
