@@ -250,4 +250,4 @@ def test_workloads_with_and_without_a_target_stand_in_one_table() -> None:
     result = samples.document([samples.timed("stack", "encoder", 8, (128, 0)), samples.timed("stack", "forward")])
     time = next(section for section in sections(result) if section.title == "Time")
     assert list(time.tables[0].columns) == ["variant", "encoder", "forward"]
-    assert names(result["cells"]) == ["encoder, length 128", "forward, length 128/64"]
+    assert names(result["cells"]) == ["encoder", "forward"]

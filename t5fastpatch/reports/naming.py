@@ -75,7 +75,7 @@ def varies(cells: Sequence[dict[str, Any]], field: str) -> bool:
 
 def names(cells: Sequence[dict[str, Any]]) -> list[str]:
     """What tells each cell from the others here, its workload first."""
-    fields = ["workload", *varying(cells, FIELDS[1:])]
+    fields = ["workload", *(field for field in FIELDS[1:] if varies(cells, field))]
     return [describe(cell, fields) for cell in cells]
 
 
