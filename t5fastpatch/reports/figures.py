@@ -35,6 +35,7 @@ from .naming import (
     patched_row,
     row_of,
     stock_row,
+    varies,
     varying,
     wording,
 )
@@ -133,7 +134,8 @@ def ratio_lines(cells: Sequence[dict[str, Any]]) -> list[Picture]:
         if not series:
             continue
         figure, panels = panels_of(len(series), columns=3, height=2.1, sharey=True)
-        fixed = varying([group[0] for group in series], [each for each in FIELDS[1:] if each != field])
+        firsts = [group[0] for group in series]
+        fixed = [each for each in FIELDS[1:] if each != field and varies(firsts, each)]
         for panel, group in zip(panels, series):
             _draw_lines(panel, group, field)
             head(panel, describe(group[0], ["workload", *fixed]))
@@ -258,7 +260,9 @@ def _split_rows(cell: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _beside_fp32(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [cell for cell in cells if any(is_interval(row(cell).get("to_fp32")) for row in (stock_row, patched_row))]
+    """Those with a time beside fp32, but for single operations: some take next to no time in fp32."""
+    calls = [cell for cell in cells if cell["cell"].get("level") != "micro"]
+    return [cell for cell in calls if any(is_interval(row(cell).get("to_fp32")) for row in (stock_row, patched_row))]
 
 
 def _series(cells: Sequence[dict[str, Any]], field: str) -> list[list[dict[str, Any]]]:

@@ -107,8 +107,9 @@ def sections(result: dict[str, Any], brief: bool = False) -> list[Section]:
 
 
 def summary(result: dict[str, Any]) -> Table:
-    """A line per timed cell: half precision before and after, beside fp32."""
-    cells = [cell for cell in result["cells"] if _has(cell, "to_half") or _has(cell, "to_fp32")]
+    """A line per call that was timed, single operations aside: half precision before and after, beside fp32."""
+    calls = [cell for cell in result["cells"] if cell["cell"].get("level") != "micro"]
+    cells = [cell for cell in calls if _has(cell, "to_half") or _has(cell, "to_fp32")]
     rows = []
     for cell, name in zip(cells, names(cells)):
         stock, patched, fp32 = stock_row(cell), patched_row(cell), row_of(cell, STOCK_FP32)
