@@ -7,10 +7,19 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.pop("T5FASTPATCH", None)
 
+import contextlib
+
 import pytest
 import torch
 
 from t5fastpatch import registry
+
+with contextlib.suppress(ImportError):  # the tests for a GPU do without it
+    import hypothesis
+
+    # How long an example takes is the machine's affair.
+    hypothesis.settings.register_profile("no deadline", deadline=None)
+    hypothesis.settings.load_profile("no deadline")
 
 
 @pytest.fixture(autouse=True)
