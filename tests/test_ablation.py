@@ -266,6 +266,7 @@ def test_a_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch, mode
     monkeypatch.setitem(sys.modules, "sacrebleu", None)
     with pytest.raises(T5FastPatchError, match=r"sacrebleu is not installed: .*t5fastpatch\[ablate\]"):
         run(Settings(model=str(model)))
+    assert run(Settings(model=str(model), workloads=("forward",), **ONCE))["failures"] == []
 
 
 def test_the_script_is_the_command() -> None:

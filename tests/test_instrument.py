@@ -88,9 +88,12 @@ def turning(turns: int) -> Callable[..., torch.Tensor]:
 
 @pytest.fixture
 def norm() -> Any:
-    """A norm, and for each effect a patch that makes it a busy loop of a known number of turns."""
+    """A norm, and for each effect a patch that makes it a busy loop of a known number of turns.
+
+    So many that the call of the module, which does not grow with them, counts for next to nothing.
+    """
     for name, effect in EFFECTS.items():
-        forward = turning(round(10_000 * effect))
+        forward = turning(round(30_000 * effect))
         t5fastpatch.register(
             ForwardPatch(name, "", Contract.ROUNDING, Role.NORM, forward, lambda _: False, lambda _: "")
         )

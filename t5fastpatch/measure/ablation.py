@@ -65,10 +65,9 @@ def run(
         wanted: asked before each cell is measured; the result goes without those that it refuses.
 
     Raises:
-        T5FastPatchError: a setting names something that is not there, a patch is on already, or sacrebleu or, for the
-            Trainer, accelerate is missing.
+        T5FastPatchError: a setting names something that is not there, a patch is on already, or a library is missing:
+            sacrebleu for results and the Trainer, accelerate for the Trainer.
     """
-    require("sacrebleu")
     with torch.no_grad(), _threads(settings):
         return _Run(settings, progress, store, wanted).result()
 
@@ -92,8 +91,9 @@ class _Run:
             self._notes.append(f"not for this model, device or release, and left out: {', '.join(missing)}")
         for cell in self._cells:
             self._plan(cell.precision)
-        if any(cell.level == "trainer" for cell in self._cells):
-            require("accelerate")
+        for level, library in ((RESULTS, "sacrebleu"), ("trainer", "sacrebleu"), ("trainer", "accelerate")):
+            if any(cell.level == level for cell in self._cells):
+                require(library)
         if not self._cells:
             raise T5FastPatchError("none of these workloads makes sense for this model, device and release")
 
