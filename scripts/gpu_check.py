@@ -45,8 +45,9 @@ from t5fastpatch.measure.shapes import SHAPES, Shape
 from t5fastpatch.measure.store import Store
 from t5fastpatch.measure.subject import Subject, attention_of, subject_for
 from t5fastpatch.measure.timing import Limits
-from t5fastpatch.measure.variants import STOCK_FP32, Variant, plan
-from t5fastpatch.reports.naming import describe, patched_row, row_of, stock_row
+from t5fastpatch.measure.variants import Variant, plan
+from t5fastpatch.reports.formats import ratio
+from t5fastpatch.reports.naming import describe, patched_row, stock_row
 from t5fastpatch.reports.reading import read
 
 ROOT = Path(__file__).parents[1]
@@ -320,15 +321,13 @@ def time_table(ablations: dict[str, Any]) -> Table:
     texts: dict[tuple[str, str], dict[int, str]] = {}
     for shape, result in ablations.items():
         for cell in result["cells"]:
-            rows = stock_row(cell), patched_row(cell), row_of(cell, STOCK_FP32)
-            medians = [row.get("median") for row in rows]
-            if cell["cell"]["level"] != "micro" and None not in medians:
-                stock, patched, fp32 = medians
+            to_fp32, to_stock = stock_row(cell).get("to_fp32"), patched_row(cell).get("to_half")
+            if cell["cell"]["level"] != "micro" and to_fp32 and to_stock:
                 fields = ("workload", "precision", *(["compiled"] if cell["cell"]["compiled"] else []))
                 row = texts.setdefault((shape, describe(cell, fields)), {})
-                row[cell["cell"]["batch_size"]] = f"{stock / fp32:.2f} → {patched / fp32:.2f}"
+                row[cell["cell"]["batch_size"]] = f"{to_fp32['median']:.2f}; {ratio(to_stock)}"
     sizes = sorted({size for row in texts.values() for size in row})
-    table = Table("shape", "call", *(f"batch {size}" for size in sizes), title="Time / stock fp32's: stock → patched")
+    table = Table("shape", "call", *(f"batch {size}" for size in sizes), title="Time: stock / fp32; patched / stock")
     for names, row in texts.items():
         table.add_row(*names, *(row.get(size, "-") for size in sizes))
     return table
@@ -336,7 +335,7 @@ def time_table(ablations: dict[str, Any]) -> Table:
 
 def part_table(findings: Findings) -> Table:
     """How each part went."""
-    table = Table("part", "seconds", "", title="Parts")
+    table = Table("part", "seconds", "outcome", title="Parts")
     for part in findings.parts:
         table.add_row(part["part"], f"{part['seconds']:.1f}", outcome_of(part))
     return table
@@ -392,6 +391,9 @@ def main(
     times = time_table(findings.ablations())
     if times.row_count:
         console.print(times)
+    if not findings.parts:
+        print(f"no part has {' or '.join(only or ())} in its name: see docs/gpu.md", file=sys.stderr)
+        raise typer.Exit(2)
     console.print(part_table(findings))
     for each in findings.left_out:
         print(f"left out, there was no time: {each}")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .errors import T5FastPatchError
+from .extra import require
 from .files import check_outputs, write
 from .measure.settings import PRESETS, Settings, preset
 
@@ -75,6 +76,9 @@ def ablate(
     """
     options = {name: value for name, value in locals().items() if name in Settings.__dataclass_fields__}
     settings = _settings(options)
+    if html or figures:
+        require("matplotlib", "report")
+        require("jinja2", "report")
     check_outputs(json, jsonl, html, markdown, folder=figures)
     result = _run(settings, jsonl)
     _write(result, json, html, markdown, figures)

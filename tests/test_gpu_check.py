@@ -83,7 +83,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.Completed
 def test_the_script_runs_on_a_cpu_without_what_only_reports_and_trainer_need(done: Any) -> None:
     ran, folder = done
     assert ran.returncode == 0, ran.stderr
-    assert "stock → patched" in ran.stdout
+    assert "patched / stock" in ran.stdout
     assert {each.name for each in folder.iterdir()} == {"gpu_check.json", "tests.txt", "toy.jsonl", "toy-encoder.jsonl"}
 
 

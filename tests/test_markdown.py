@@ -195,7 +195,7 @@ def test_a_resumed_run_shows_the_last_environment_and_says_so(tmp_path: Path) ->
     assert [cell["key"] for cell in result["cells"]] == [cell["key"] for cell in samples.small()["cells"]]
     assert result["environment"]["torch"] == "2.14.0"
     assert result["notes"] == [
-        "The run was resumed with a change of the environment's torch; the last values are shown.",
+        "The file was written in several runs, which differ in: torch; the last values are shown.",
         "Line 3 of the file was cut off, and is left out.",
     ]
 
@@ -251,3 +251,21 @@ def test_workloads_with_and_without_a_target_stand_in_one_table() -> None:
     time = next(section for section in sections(result) if section.title == "Time")
     assert list(time.tables[0].columns) == ["variant", "encoder", "forward"]
     assert names(result["cells"]) == ["encoder", "forward"]
+
+
+def test_what_only_the_95_percent_interval_shows_is_unclear() -> None:
+    claimed = {"median": 0.9, "low": 0.85, "high": 0.95, "measurable": True}
+    assert ratio(claimed) == "0.90 [0.85, 0.95]"
+    assert ratio({**claimed, "measurable": False}) == "0.90 [0.85, 0.95], unclear"
+    assert ratio({**claimed, "high": 1.0, "measurable": False}) == "no measurable effect [0.85, 1.00]"
+    saved = {"share": 0.1, "low": 0.05, "high": 0.15, "measurable": False}
+    assert share(saved) == "10.0% [5.0%, 15.0%], unclear"
+    assert share({**saved, "low": -0.05}) == "10.0% [-5.0%, 15.0%], no measurable effect"
+
+
+def test_json_lines_keep_what_a_reader_must_know(tmp_path: Path) -> None:
+    file = tmp_path / "result.jsonl"
+    header = {**samples.document([]), "notes": ["nothing to patch"]}
+    del header["cells"]
+    file.write_text(json.dumps(header) + "\n" + json.dumps(samples.timed("stack", "forward")) + "\n", encoding="utf-8")
+    assert read(file)["notes"] == ["nothing to patch"]

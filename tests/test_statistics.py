@@ -35,7 +35,8 @@ def test_a_variant_beside_itself_has_no_measurable_effect() -> None:
 
 def test_an_effect_is_printed_with_its_interval() -> None:
     assert str(Ratio(0.8, 0.75, 0.85, measurable=True)) == "0.80 [0.75, 0.85]"
-    assert str(Ratio(0.99, 0.95, 0.998, measurable=False)) == "no measurable effect"
+    assert str(Ratio(0.99, 0.95, 1.0, measurable=False)) == "no measurable effect"
+    assert str(Ratio(0.95, 0.92, 0.99, measurable=False)) == "0.95 [0.92, 0.99], unclear"
 
 
 def test_five_rounds_claim_nothing_that_chance_gives_one_time_in_sixteen() -> None:

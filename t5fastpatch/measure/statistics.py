@@ -41,9 +41,9 @@ class Ratio:
     measurable: bool
 
     def __str__(self) -> str:
-        if not self.measurable:
+        if self.low <= 1 <= self.high:
             return "no measurable effect"
-        return f"{self.median:.2f} [{self.low:.2f}, {self.high:.2f}]"
+        return f"{self.median:.2f} [{self.low:.2f}, {self.high:.2f}]" + ("" if self.measurable else ", unclear")
 
 
 def ratio_of(seconds: Sequence[float], baseline: Sequence[float], seed: int = 0) -> Ratio:

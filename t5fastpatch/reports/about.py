@@ -32,7 +32,7 @@ def remarks(result: dict[str, Any]) -> list[str]:
     """What a reader must know before the figures: what they do not say, what failed, what was cut off."""
     lines = [
         "An effect is claimed where the 99% interval leaves 1 out, over eight rounds or more; the intervals shown are "
-        "95% ones."
+        "95% ones. What these alone show is unclear."
     ]
     if on_cpu(result):
         lines.append("Times on a CPU say nothing of a GPU's fp16. Ops, casts and syncs are counted, not timed.")

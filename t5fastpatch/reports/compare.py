@@ -86,6 +86,8 @@ def comparison_lines(found: dict[str, Any]) -> list[str]:
     """The comparison in sentences."""
     only = [len(found[which]["cells"]) for which in ("only_in_a", "only_in_b")]
     changed = len(changed_times(found))
+    if not found["cells_in_both"]:
+        return [f"No cell is in both ({only[0]} only in A, {only[1]} only in B): nothing is compared."]
     return [
         f"Cells in both: {found['cells_in_both']}; only in A: {only[0]}; only in B: {only[1]}.",
         f"Counts that differ: {len(found['counts'])}.",

@@ -8,6 +8,8 @@ from .naming import is_interval, is_number, text_of
 
 NOTHING = "-"
 NO_EFFECT = "no measurable effect"
+# What only the 95% interval shows, or too few rounds.
+UNCLEAR = ", unclear"
 
 
 def figure(value: Any, form: str = "{:.3g}") -> str:
@@ -31,14 +33,16 @@ def megabytes(value: Any) -> str:
 
 
 def ratio(value: Any) -> str:
-    """A ratio with its interval, or just the interval where there is no measurable effect."""
+    """A ratio with its interval, or just the interval where that holds 1."""
     if not is_interval(value):
         return NOTHING
     median, low, high = value["median"], value["low"], value["high"]
     # So that a narrow interval beside 1 is not shown as 1.
     digits = 2 if high - low >= 0.02 else 3
     interval = f"[{low:.{digits}f}, {high:.{digits}f}]"
-    return f"{median:.{digits}f} {interval}" if measurable(value) else f"{NO_EFFECT} {interval}"
+    if low <= 1 <= high:
+        return f"{NO_EFFECT} {interval}"
+    return f"{median:.{digits}f} {interval}" + ("" if measurable(value) else UNCLEAR)
 
 
 def measurable(value: dict[str, Any], nothing: float = 1.0) -> bool:
@@ -58,7 +62,10 @@ def share(value: Any) -> str:
     text = f"{value['share']:.1%}"
     if is_number(low) and is_number(high):
         interval = f"[{low:.1%}, {high:.1%}]"
-        text = f"{text} {interval}" if measurable(value, 0.0) else f"{text} {interval}, {NO_EFFECT}"
+        if low <= 0 <= high:
+            text = f"{text} {interval}, {NO_EFFECT}"
+        else:
+            text = f"{text} {interval}" + ("" if measurable(value, 0.0) else UNCLEAR)
     error = value.get("sampling_error")
     return f"{text} ± {error:.1%} by sampling" if is_number(error) else text
 

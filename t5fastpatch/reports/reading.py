@@ -64,7 +64,9 @@ def read_lines(lines: Sequence[str], path: str | Path) -> dict[str, Any]:
             notes.append(f"Line {number} of the file was cut off, and is left out.")
         elif line is not None and not _is_header(line):
             cells[str(_get(line, "key") or number)] = line
-    return _checked({**headers[-1], "cells": list(cells.values()), "notes": notes}, path)
+    return _checked(
+        {**headers[-1], "cells": list(cells.values()), "notes": [*(headers[-1].get("notes") or []), *notes]}, path
+    )
 
 
 def _parsed(text: str) -> Any:
@@ -87,7 +89,7 @@ def _differences(headers: Sequence[dict[str, Any]]) -> list[str]:
     """A sentence where a run was resumed under other circumstances."""
     last = headers[-1]
     changed = {
-        f"{part}'s {name}"
+        name
         for header in headers[:-1]
         for part in ("subject", "settings", "environment")
         for name in {**(header.get(part) or {}), **(last.get(part) or {})}
@@ -95,7 +97,10 @@ def _differences(headers: Sequence[dict[str, Any]]) -> list[str]:
     }
     if not changed:
         return []
-    return [f"The run was resumed with a change of the {', '.join(sorted(changed))}; the last values are shown."]
+    return [
+        "The file was written in several runs, which differ in: "
+        f"{', '.join(sorted(changed))}; the last values are shown."
+    ]
 
 
 def _checked(parsed: Any, path: str | Path) -> dict[str, Any]:

@@ -127,8 +127,8 @@ def summary(result: dict[str, Any]) -> Table:
 
 
 def _arrows(what: str, *rows: dict[str, Any]) -> str:
-    counts = [(row.get("census") or {}).get(what) for row in rows]
-    return NOTHING if None in counts else " → ".join(map(str, counts))
+    counts = [row["census"].get(what) for row in rows if row.get("census")]
+    return NOTHING if not counts or None in counts else " → ".join(map(str, counts))
 
 
 def state_table(cells: Sequence[dict[str, Any]]) -> Table:
@@ -252,7 +252,7 @@ def _method(attribution: dict[str, Any]) -> str:
 
 def quality_tables(cells: Sequence[dict[str, Any]]) -> list[Table]:
     """Differences from fp32, loss, BLEU, generated length and agreement."""
-    return _figure_tables(cells, "quality", QUALITY, f"results beside {STOCK_FP32}")
+    return _figure_tables(cells, "quality", QUALITY, f"beside {STOCK_FP32}")
 
 
 def evaluation_tables(cells: Sequence[dict[str, Any]]) -> list[Table]:
