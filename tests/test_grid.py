@@ -151,6 +151,13 @@ def test_each_precision_is_what_transformers_makes_of_it(folder: str, subject: S
     assert set(dtypes(subject.fp32).values()) == {torch.float32}
 
 
+def test_a_batch_is_as_large_as_it_says_however_few_the_sentences(subject: Subject) -> None:
+    assert len(subject.sentences) < 25
+    for text in ("sentences", "full"):
+        cell = Cell("stack", "forward", "fp16", attention_of(subject.fp32), False, 25, 8, 4, text)
+        assert {len(each) for each in Bench(subject, cell).batch().values()} == {25}
+
+
 def test_an_attention_implementation_is_on_for_a_cell_only(subject: Subject) -> None:
     before = attention_of(subject.fp32)
     for name in attentions_of(subject.fp32):

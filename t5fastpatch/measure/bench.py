@@ -63,10 +63,11 @@ class Bench:
         self._stack.close()
 
     def batch(self) -> Batch:
-        """The cell's inputs, the same for every variant."""
+        """The cell's inputs, the same for every variant; sentences come again where there are too few."""
         cell, subject = self._cell, self._subject
         if cell.text == "sentences" and subject.sentences:
-            return subject.batch(subject.sentences[: cell.batch_size], cell.source_length, cell.target_length)
+            sentences = [subject.sentences[at % len(subject.sentences)] for at in range(cell.batch_size)]
+            return subject.batch(sentences, cell.source_length, cell.target_length)
         return subject.full_batch(cell.batch_size, cell.source_length, cell.target_length, self._seed)
 
     def entry(self, variant: Variant) -> Entry:
