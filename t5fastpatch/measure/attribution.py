@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy
 
-from .statistics import CLAIM, CONFIDENCE, LEAST_ROUNDS, interval, ratio_of, resampled, resampled_medians
+from .statistics import judged, resampled, resampled_medians
 
 Coalition = frozenset[str]
 Order = tuple[str, ...]
@@ -102,7 +102,7 @@ def attribution(seconds: Mapping[Coalition, Sequence[float]], orders: Sequence[O
     saved, resampled_saved = {}, {}
     for coalition in coalitions(orders):
         ratios = numpy.asarray(seconds[coalition]) / numpy.asarray(baseline)
-        saved[coalition] = 1 - ratio_of(seconds[coalition], baseline, seed).median
+        saved[coalition] = 1 - float(numpy.median(ratios))
         resampled_saved[coalition] = 1 - resampled_medians(ratios, drawn)
     shares, estimates = shapley(saved, orders), shapley(resampled_saved, orders)
     exact = len(orders) == math.factorial(len(orders[0]))
@@ -124,10 +124,7 @@ def _added(value: Mapping[Coalition, Any], order: Order, player: str) -> Any:
 
 
 def _share(share: float, estimates: Any, rounds: int, sampling_error: float | None) -> Share:
-    low, high = interval(estimates, rounds, CONFIDENCE)
-    least, most = interval(estimates, rounds, CLAIM)
-    claimed = rounds >= LEAST_ROUNDS and not least <= 0 <= most
-    return Share(float(share), low, high, claimed, sampling_error)
+    return Share(float(share), *judged(estimates, rounds, nothing=0.0), sampling_error)
 
 
 def _error(value: Mapping[Coalition, float], orders: Sequence[Order], patch: str) -> float:

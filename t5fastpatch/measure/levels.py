@@ -15,7 +15,7 @@ from ..registry import Patch
 from .bench import Bench
 from .cells import Cell
 from .census import Census, census
-from .micro import micro_ops
+from .micro import MicroOp, micro_ops
 from .precision import Precision, tensor_cores_for_fp32
 from .profiling.profiler import profile_variants
 from .settings import Settings
@@ -96,14 +96,14 @@ class Micro(Level):
         self._cell = cell
         self._patches = patches
         self._seed = seed
+        self._ops: dict[Precision, MicroOp] = {}
         self.enter_context(subject.attention(cell.attention))
 
     def variants(self, plan: Plan) -> list[Variant]:
         return [variant for variant in plan.measured if variant.patches in ((), (self._cell.workload,))]
 
     def entry(self, variant: Variant) -> Entry:
-        ops, _ = micro_ops(self._subject.model(variant.precision), self._patches)
-        op = next(op for op in ops if op.name == self._cell.workload)
+        op = self._op(variant.precision)
         call = op.after if variant.patches and op.after else op.before
         input = op.make_input(self._cell.batch_size, self._cell.source_length, self._seed)
 
@@ -112,6 +112,12 @@ class Micro(Level):
             yield lambda: lambda: call(input)
 
         return entered
+
+    def _op(self, precision: Precision) -> MicroOp:
+        if precision not in self._ops:
+            ops, _ = micro_ops(self._subject.model(precision), self._patches)
+            self._ops[precision] = next(op for op in ops if op.name == self._cell.workload)
+        return self._ops[precision]
 
     def more(self, variants: Sequence[Variant]) -> dict[str, dict[str, Any]]:
         found = {}

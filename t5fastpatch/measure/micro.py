@@ -26,6 +26,7 @@ from ..findings import finding, transformers_version, upstream_class
 from ..install import patches_on
 from ..registry import ForwardPatch, Patch, Role, State
 from ..rewrite import Edit, Method
+from .workloads import text_config
 
 Op = Callable[[torch.Tensor], torch.Tensor]
 InputShape = Callable[[int, int], tuple[int, ...]]
@@ -112,7 +113,7 @@ def _activation(model: Any) -> MicroOp:
     act = next((module.act for module in model.modules() if isinstance(getattr(module, "act", None), nn.Module)), None)
     if act is None:
         raise NothingToPatchError(f"no module of this {type(model).__name__} has an activation `act`")
-    width = _text_config(model).d_ff
+    width = text_config(model).d_ff
     return MicroOp(ACTIVATION, act, None, lambda batch, length: (batch, length, width), model.dtype, model.device)
 
 
@@ -135,14 +136,10 @@ def _place(model: Any, patch: Patch) -> tuple[nn.Module, type]:
 
 
 def _shape(model: Any, role: Role) -> InputShape:
-    config = _text_config(model)
+    config = text_config(model)
     if role is Role.ATTENTION:
         return lambda batch, length: (batch, config.num_attention_heads, length, length)
     return lambda batch, length: (batch, length, config.hidden_size)
-
-
-def _text_config(model: Any) -> Any:
-    return getattr(model.config, "text_config", model.config)
 
 
 def _both_ways(patch: Patch, method: Method, edit: Edit) -> tuple[Op, Op]:

@@ -61,10 +61,22 @@ def ratio_of(seconds: Sequence[float], baseline: Sequence[float], seed: int = 0)
         raise T5FastPatchError(f"a ratio takes two rounds or more of both, not {len(seconds)} and {len(baseline)}")
     ratios = numpy.asarray(seconds) / numpy.asarray(baseline)
     medians = resampled_medians(ratios, resampled(len(ratios), seed))
-    low, high = interval(medians, len(ratios), CONFIDENCE)
-    least, most = interval(medians, len(ratios), CLAIM)
-    claimed = len(ratios) >= LEAST_ROUNDS and not least <= 1 <= most
-    return Ratio(float(numpy.median(ratios)), low, high, claimed)
+    return Ratio(float(numpy.median(ratios)), *judged(medians, len(ratios), nothing=1.0))
+
+
+def judged(estimates: Array, rounds: int, nothing: float) -> tuple[float, float, bool]:
+    """The 95% interval of bootstrapped estimates, and whether an effect is claimed.
+
+    It is where the 99% interval leaves out the value that stands for none, over enough rounds to tell.
+
+    Args:
+        estimates: float64, one per resample.
+        rounds: how many rounds each was taken over, 2 or more.
+        nothing: 1 for a ratio, 0 for a saving.
+    """
+    low, high = interval(estimates, rounds, CONFIDENCE)
+    least, most = interval(estimates, rounds, CLAIM)
+    return low, high, rounds >= LEAST_ROUNDS and not least <= nothing <= most
 
 
 def widest(seconds: Mapping[str, Sequence[float]], baseline: str) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import inspect
 import json
@@ -19,7 +20,7 @@ from ..errors import NotFoundError, NotT5Error, T5FastPatchError
 from ..loading import checked_name, first_line, one_line_errors
 from .precision import Precision, in_precision
 from .shapes import random_model
-from .workloads import IGNORED_LABEL, is_seq2seq
+from .workloads import IGNORED_LABEL, is_seq2seq, text_config
 
 DEMO_MODEL = Path(__file__).parents[1] / "demo_model"
 HELD_OUT = "heldout.jsonl"
@@ -136,12 +137,16 @@ class Subject:
 
     def _running_text(self, batch_size: int, length: int, generator: torch.Generator) -> torch.Tensor:
         if not self.sentences:
-            vocabulary = _text_config(self.fp32).vocab_size
+            vocabulary = text_config(self.fp32).vocab_size
             return torch.randint(FIRST_PIECE, vocabulary, (batch_size, length), generator=generator)
+        starts = torch.randint(0, len(self._pieces), (batch_size, 1), generator=generator)
+        return self._pieces[(starts + torch.arange(length)) % len(self._pieces)]
+
+    @functools.cached_property
+    def _pieces(self) -> torch.Tensor:
+        """Of all the sentences, one after another."""
         texts = [each.task + each.source for each in self.sentences]
-        pieces = torch.tensor([piece for text in self.tokenizer(texts)["input_ids"] for piece in text])
-        starts = torch.randint(0, len(pieces), (batch_size, 1), generator=generator)
-        return pieces[(starts + torch.arange(length)) % len(pieces)]
+        return torch.tensor([piece for text in self.tokenizer(texts)["input_ids"] for piece in text])
 
     def _tokens(self, texts: list[str], max_length: int) -> Batch:
         tokens = self.tokenizer(texts, padding=True, truncation=True, max_length=max_length, return_tensors="pt")
@@ -243,10 +248,6 @@ def _set_attention(model: Any, implementation: str) -> None:
         for module in model.modules():
             if isinstance(module, transformers.PreTrainedModel):
                 module.set_attn_implementation(implementation)
-
-
-def _text_config(model: Any) -> Any:
-    return getattr(model.config, "text_config", model.config)
 
 
 def _held_out_path(model: str | None) -> Path:

@@ -148,6 +148,11 @@ def encoder_inputs(batch: Batch) -> dict[str, torch.Tensor]:
     return {name: value for name, value in batch.items() if name != "labels"}
 
 
+def text_config(model: Any) -> Any:
+    """The configuration of the part that reads and writes text; the model's own where it has no other part."""
+    return getattr(model.config, "text_config", model.config)
+
+
 def cache_keyword(model: nn.Module) -> str:
     """What the installed release calls the key/value cache, as an argument and in the output."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
@@ -159,8 +164,7 @@ def decoder_input_ids(model: nn.Module, labels: torch.Tensor) -> torch.Tensor:
     Raises:
         T5FastPatchError: the configuration does not say which tokens those are.
     """
-    config: Any = model.config
-    text = getattr(config, "text_config", config)
+    text = text_config(model)
     start, padding = text.decoder_start_token_id, text.pad_token_id
     if start is None or padding is None:
         raise T5FastPatchError("the model's configuration lacks its decoder_start_token_id or pad_token_id")
