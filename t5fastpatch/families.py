@@ -26,13 +26,18 @@ class Family:
         return f"transformers.models.{self.name}.modeling_{self.name}"
 
 
-def _family(name: str, prefix: str, *, block: str = "Block", attention: tuple[str, ...] = ("Attention",)) -> Family:
-    roles = {
-        Role.BLOCK: (prefix + block,),
-        Role.ATTENTION: tuple(prefix + kind for kind in attention),
-        Role.NORM: (prefix + "LayerNorm",),
+def _family(name: str, prefix: str, **roles: tuple[str, ...]) -> Family:
+    """A family whose class names are T5's behind a prefix, but for the roles that are given."""
+    names = {
+        Role.STACK: ("Stack",),
+        Role.BLOCK: ("Block",),
+        Role.ATTENTION: ("Attention",),
+        Role.FEED_FORWARD: ("DenseActDense", "DenseGatedActDense"),
+        Role.EXPERTS: ("SparseMLP",),
+        Role.NORM: ("LayerNorm",),
     }
-    return Family(name, roles)
+    names |= {Role[role.upper()]: given for role, given in roles.items()}
+    return Family(name, {role: tuple(prefix + kind for kind in kinds) for role, kinds in names.items()})
 
 
 FAMILIES: dict[str, Family] = {
@@ -43,7 +48,14 @@ FAMILIES: dict[str, Family] = {
         _family("umt5", "UMT5"),
         _family("longt5", "LongT5", attention=("Attention", "LocalAttention", "TransientGlobalAttention")),
         _family("switch_transformers", "SwitchTransformers"),
-        _family("pix2struct", "Pix2Struct", block="TextBlock", attention=("TextAttention", "VisionAttention")),
+        _family(
+            "pix2struct",
+            "Pix2Struct",
+            stack=("TextModel", "VisionModel"),
+            block=("TextBlock",),
+            attention=("TextAttention", "VisionAttention"),
+            feed_forward=("TextDenseGatedActDense", "VisionMlp"),
+        ),
         _family("udop", "Udop"),
         _family("pop2piano", "Pop2Piano"),
     )

@@ -39,8 +39,11 @@ class Contract(str, Enum):
 class Role(str, Enum):
     """The part a class plays in a T5 model; families.py says which class plays it in which family."""
 
+    STACK = "stack"
     BLOCK = "block"
     ATTENTION = "attention"
+    FEED_FORWARD = "feed-forward"
+    EXPERTS = "experts"
     NORM = "norm"
 
 
