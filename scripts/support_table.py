@@ -24,7 +24,8 @@ def probe() -> Answers:
     """What each patch finds in each family of the release that is installed here."""
     from t5fastpatch.families import FAMILIES
     from t5fastpatch.findings import family_classes, survey
-    from t5fastpatch.registry import BUILTIN, State, get_patch
+    from t5fastpatch.patch import State
+    from t5fastpatch.registry import BUILTIN, get_patch
 
     answers: Answers = {}
     for name in BUILTIN:

@@ -17,13 +17,16 @@ if TYPE_CHECKING:
         NotFoundError,
         NothingToPatchError,
         NotT5Error,
+        ScaleError,
         SourceUnavailableError,
         T5FastPatchError,
         UnexpectedSourceError,
         UnknownPatchError,
+        UnprovenError,
         WrongTypeError,
     )
-    from .registry import Contract, ForwardPatch, Role, SourcePatch, State, list_patches, register
+    from .patch import Contract, ForwardPatch, Role, SourcePatch, StackPatch, State
+    from .registry import list_patches, register
 
 __version__ = "0.1.0"
 
@@ -39,12 +42,15 @@ __all__ = [
     "NotT5Error",
     "NothingToPatchError",
     "Role",
+    "ScaleError",
     "SourcePatch",
     "SourceUnavailableError",
+    "StackPatch",
     "State",
     "T5FastPatchError",
     "UnexpectedSourceError",
     "UnknownPatchError",
+    "UnprovenError",
     "WrongTypeError",
     "apply",
     "list_patches",
@@ -56,9 +62,8 @@ __all__ = [
 
 # Imported at first use: the start-up hook imports this package in every process, and must not pull in torch.
 _MODULES = dict.fromkeys(("apply", "patched", "remove", "status"), "engine")
-_MODULES |= dict.fromkeys(
-    ("Contract", "ForwardPatch", "Role", "SourcePatch", "State", "list_patches", "register"), "registry"
-)
+_MODULES |= dict.fromkeys(("Contract", "ForwardPatch", "Role", "SourcePatch", "StackPatch", "State"), "patch")
+_MODULES |= dict.fromkeys(("list_patches", "register"), "registry")
 
 
 def __getattr__(name: str) -> Any:

@@ -11,7 +11,8 @@ from types import FunctionType
 from .families import Family
 from .findings import family_classes, survey, transformers_version
 from .install import LOCK, new_function
-from .registry import ForwardPatch, Patch, Selection, State, rival
+from .patch import ForwardPatch, Patch, StackPatch, State
+from .registry import Selection, rival
 from .report import Report, Row
 from .rewrite import ORIGINAL_CODE, ORIGINAL_FORWARD, innermost, rewrap, upstream_function
 
@@ -40,6 +41,8 @@ def enable(family: Family, selection: Selection) -> Report:
             other = rival(patch, (each for on in plan.values() for each in on))
             if state is State.APPLIES and patch.unsafe_alone and patch.name not in selection.named:
                 state, why = State.UNSAFE, patch.unsafe_alone
+            elif state is State.APPLIES and isinstance(patch, StackPatch):
+                state, why = State.UNSAFE, "it depends on a model's weights: it is put on each model as it is loaded"
             elif state is State.APPLIES and other is not None:
                 state, why = State.CONFLICT, f"cannot be on together with {other.name}"
             elif state is State.APPLIES:
@@ -51,6 +54,7 @@ def enable(family: Family, selection: Selection) -> Report:
         # Every function is made, and every class looked at, before the first one changes.
         functions = {cls: (upstream_function(cls), new_function(cls, on)) for cls, on in changes.items()}
         for cls, (upstream, function) in functions.items():
+            assert function is not None
             _put(cls, changes[cls], upstream, function)
         return Report(family.name, transformers_version(), tuple(rows))
 

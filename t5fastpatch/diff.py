@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from .errors import NothingToPatchError
 from .families import Family
 from .findings import family_classes, finding, survey, transformers_version
-from .registry import Patch, State
+from .patch import Patch, State
 from .rewrite import Edit, Method, method_source, unified_diff
 
 

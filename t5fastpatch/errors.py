@@ -11,10 +11,12 @@ __all__ = [
     "NotFoundError",
     "NotT5Error",
     "NothingToPatchError",
+    "ScaleError",
     "SourceUnavailableError",
     "T5FastPatchError",
     "UnexpectedSourceError",
     "UnknownPatchError",
+    "UnprovenError",
     "WrongTypeError",
 ]
 
@@ -49,6 +51,14 @@ class NotT5Error(T5FastPatchError, TypeError):
 
 class NothingToPatchError(T5FastPatchError, ValueError):
     """None of the patches asked for has a place in this model."""
+
+
+class ScaleError(T5FastPatchError, ValueError):
+    """The scale asked for is no power of two, or does not fit the weights."""
+
+
+class UnprovenError(T5FastPatchError, ValueError):
+    """A patch needs a proof of headroom that the model does not have."""
 
 
 class NotAppliedError(T5FastPatchError, ValueError):

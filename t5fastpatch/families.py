@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from .registry import Role
+from .patch import Role
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .errors import T5FastPatchError, UnexpectedSourceError
 from .families import Family, family_of, role_of
-from .registry import Finding, Patch, State
+from .patch import Finding, Patch, State
 from .rewrite import Method, upstream_function
 
 # By the function too, since other code may exchange it.
@@ -39,7 +39,7 @@ class Survey:
 
 def survey(patch: Patch, classes: Iterable[type]) -> Survey:
     """Asks `patch` about each of the upstream classes."""
-    found = {cls: finding(patch, cls) for cls in dict.fromkeys(classes) if role_of(cls) is patch.role}
+    found = {cls: finding(patch, cls) for cls in dict.fromkeys(classes) if role_of(cls) in patch.roles}
     for cls, each in found.items():
         if each.refusal is not None:
             message = (
@@ -56,13 +56,15 @@ def survey(patch: Patch, classes: Iterable[type]) -> Survey:
 
 def finding(patch: Patch, cls: type) -> Finding:
     """What `patch` finds in the forward of an upstream class; what cannot be read or judged is a refusal."""
+    role = role_of(cls)
+    assert role is not None
     try:
         key = patch, upstream_function(cls)
         if key in _found:
             return _found[key]
         # What a patch tries out must run for real, whatever mode the caller is in: fake tensors, a census.
         with _disable_current_modes():
-            found = patch.find(Method.of(cls))
+            found = patch.find(Method.of(cls), role)
         # A refusal is not remembered: the next look may find its cause mended.
         return _found.setdefault(key, found) if found.refusal is None else found
     except T5FastPatchError as error:
@@ -87,7 +89,7 @@ def upstream_class(cls: type) -> type | None:
 
 
 def _is_patched(cls: type) -> bool:
-    return isinstance(vars(cls).get("t5fastpatch"), tuple)
+    return "t5fastpatch" in vars(cls)
 
 
 def _keeps_forward(cls: type, below: type, upstream: type) -> bool:

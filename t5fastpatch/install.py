@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import copy
 import copyreg
+import dataclasses
 import threading
 import types
 import weakref
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Collection, MutableMapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -20,7 +21,8 @@ from torch.nn.utils import parametrize
 
 from .errors import ConflictError, ForeignForwardError, UnexpectedSourceError
 from .findings import finding, transformers_version, upstream_class
-from .registry import Finding, Patch, State
+from .headroom.places import UNSCALED, Scaling
+from .patch import Finding, Patch, StackPatch, State
 from .rewrite import Method, innermost, rewrap, upstream_function
 
 # Whatever changes classes or models holds it.
@@ -28,19 +30,53 @@ LOCK = threading.RLock()
 
 # By the upstream function too, since other code may exchange it. Those of other people's classes, which may be made by
 # the model (FSDP's, parametrized ones), live as long as something has them.
-_Key = tuple[type, tuple[Patch, ...], tuple[Patch, ...], types.FunctionType]
+_Key = tuple[type, "Setup", tuple[Patch, ...], types.FunctionType]
 _subclasses: dict[_Key, type[nn.Module]] = {}
 _passing_subclasses: MutableMapping[_Key, type[nn.Module]] = weakref.WeakValueDictionary()
 
 
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """What is on one module, process-wide patches aside.
+
+    Attributes:
+        patches: the patches, in the order of their names.
+        scaling: the powers of two that its stack is scaled by, where a patch scales.
+        proven: those of the patches that are on because of a proof of headroom.
+    """
+
+    patches: tuple[Patch, ...] = ()
+    scaling: Scaling = UNSCALED
+    proven: frozenset[Patch] = frozenset()
+
+    def plus(self, patch: Patch, *, scaling: Scaling | None = None, proven: bool = False) -> Setup:
+        """The same with one patch more."""
+        # By name, so that equal sets give equal classes.
+        patches = tuple(sorted({*self.patches, patch}, key=lambda each: each.name))
+        new = patch not in self.patches
+        rests = self.proven | {patch} if proven and new else self.proven
+        return Setup(patches, scaling or self.scaling, rests)
+
+    def without(self, patches: Collection[Patch]) -> Setup:
+        """The same without some patches; without its scale where none is left that scales."""
+        kept = tuple(patch for patch in self.patches if patch not in patches)
+        scaled = any(isinstance(patch, StackPatch) and patch.scales for patch in kept)
+        return Setup(kept, self.scaling if scaled else UNSCALED, self.proven - set(patches))
+
+
+def setup_on(module: nn.Module) -> Setup:
+    """What this one module has."""
+    setup = getattr(type(module), "t5fastpatch", None)
+    return setup if isinstance(setup, Setup) else Setup()
+
+
 def patches_on(module: nn.Module) -> tuple[Patch, ...]:
     """The patches that this one module has, process-wide ones aside."""
-    patches = getattr(type(module), "t5fastpatch", ())
-    return patches if isinstance(patches, tuple) else ()
+    return setup_on(module).patches
 
 
-def new_function(cls: type, patches: Sequence[Patch]) -> types.FunctionType:
-    """The innermost forward for an upstream class under `patches`.
+def new_function(cls: type, patches: Sequence[Patch]) -> types.FunctionType | None:
+    """The innermost forward for an upstream class under `patches`; `None` where they leave it alone.
 
     Raises:
         ConflictError: a patch replaces the whole forward that another one changes.
@@ -55,11 +91,12 @@ def new_function(cls: type, patches: Sequence[Patch]) -> types.FunctionType:
         (forward,) = forwards
         assert isinstance(forward, types.FunctionType)
         return forward
-    return Method.of(cls).edited([edit for found in findings for edit in found.edits], label)
+    edits = [edit for found in findings for edit in found.edits]
+    return Method.of(cls).edited(edits, label) if edits else None
 
 
-def patched_class(module: nn.Module, patches: Sequence[Patch], process_wide: Sequence[Patch]) -> type[nn.Module]:
-    """The class that gives a module exactly these patches (none: its own class), whatever it has now.
+def patched_class(module: nn.Module, setup: Setup, process_wide: Sequence[Patch]) -> type[nn.Module]:
+    """The class that gives a module exactly this setup (no patch: its own class), whatever it has now.
 
     `process_wide` are the patches that its upstream class has for the whole process; they stay.
 
@@ -67,17 +104,19 @@ def patched_class(module: nn.Module, patches: Sequence[Patch], process_wide: Seq
         ForeignForwardError, ConflictError, UnexpectedSourceError: there can be no such class.
     """
     base = own_class(module)
-    return _subclass(base, tuple(patches), tuple(process_wide)) if patches else base
+    return _subclass(base, setup, tuple(process_wide)) if setup.patches else base
 
 
 def exchange_classes(classes: Sequence[tuple[nn.Module, type[nn.Module]]]) -> None:
     """Gives each module its class; after an error each has the one it had."""
     before = [(module, type(module)) for module, _ in classes]
+    done = 0
     try:
         for module, cls in classes:
             _exchange_class(module, cls)
+            done += 1
     except BaseException:
-        for module, cls in before:
+        for module, cls in before[: done + 1]:
             _exchange_class(module, cls)
         raise
 
@@ -140,45 +179,79 @@ def _exchange_class(module: nn.Module, after: type[nn.Module]) -> None:
     before = type(module)
     if after is before:
         return
+    had = patches_on(module)
     module.__class__ = after
     # The bound methods of the former class's forward that the instance keeps.
     for name in ("_old_forward", "forward"):
         if _is_bound(vars(module).get(name), module, before):
             setattr(module, name, types.MethodType(after.forward, module))
+    has = patches_on(module)
+    for patch in (each for each in (*had, *has) if isinstance(each, StackPatch)):
+        if patch not in has:
+            patch.detach(module)
+        elif patch not in had:
+            patch.attach(module)
 
 
-def _subclass(base: type[nn.Module], patches: tuple[Patch, ...], process_wide: tuple[Patch, ...]) -> type[nn.Module]:
+def _subclass(base: type[nn.Module], setup: Setup, process_wide: tuple[Patch, ...]) -> type[nn.Module]:
     upstream = upstream_class(base)
     assert upstream is not None
     outer = upstream_function(upstream)
-    key = (base, patches, process_wide, outer)
+    key = (base, setup, process_wide, outer)
     known = _subclasses if base is upstream else _passing_subclasses
     if key not in known:
-        new = new_function(upstream, list(dict.fromkeys((*process_wide, *patches))))
-        derived: type[nn.Module] = _derive(base, patches, rewrap(outer, innermost(outer), new))
+        patches = list(dict.fromkeys((*process_wide, *setup.patches)))
+        derived: type[nn.Module] = _derive(base, setup, _namespace(upstream, patches, outer))
         known[key] = derived
         return derived  # a weak mapping alone would not keep it
     return known[key]
 
 
-def _derive(base: type[nn.Module], patches: tuple[Patch, ...], forward: types.FunctionType) -> Any:
+def _namespace(upstream: type, patches: Sequence[Patch], outer: types.FunctionType) -> dict[str, Any]:
+    """What the patches put into a class derived from upstream's."""
+    new = new_function(upstream, patches)
+    forward = outer if new is None else rewrap(outer, innermost(outer), new)
+    findings = [_applicable(patch, upstream) for patch in patches]
+    for found in findings:
+        forward = forward if found.around is None else found.around(forward)
+    members = {name: member for found in findings for name, member in found.members.items()}
+    return members if forward is outer else {"forward": forward, **members}
+
+
+def _derive(base: type[nn.Module], setup: Setup, made: dict[str, Any]) -> Any:
     namespace = {
-        "forward": forward,
-        "t5fastpatch": patches,
+        **made,
+        "t5fastpatch": setup,
+        "t5fastpatch_stream": setup.scaling.stream,
+        "t5fastpatch_hidden": setup.scaling.hidden,
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
     }
+    if setup.proven:
+        namespace["_load_from_state_dict"] = _without_proof(base)
     try:
         derived: Any = type(base.__name__, (base,), dict(namespace))
     except Exception as error:
         raise ForeignForwardError(f"{base.__qualname__} does not let itself be derived from: {error!r}") from error
-    made = derived.forward
-    if made is not forward and made.__code__ is forward.__code__:
+    forward = made.get("forward", derived.forward)
+    if derived.forward is not forward and derived.forward.__code__ is forward.__code__:
         # Deriving wraps forward for gradient checkpointing, as upstream's class did already: once is enough.
-        derived = type(base.__name__, (base,), {**namespace, "forward": forward.__wrapped__})  # type: ignore[attr-defined]
+        derived = type(base.__name__, (base,), {**namespace, "forward": forward.__wrapped__})
     _teach_copying(derived, base)
     return derived
+
+
+def _without_proof(base: type[nn.Module]) -> Callable[..., None]:
+    """How a module takes new weights whose patches rest on a proof about the old ones: without these patches."""
+
+    def load(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        from .proof import withdraw  # which exchanges classes itself
+
+        withdraw(self)
+        base._load_from_state_dict(self, *args, **kwargs)
+
+    return load
 
 
 def _teach_copying(derived: Any, base: type) -> None:

@@ -1,4 +1,4 @@
-"""What a patch is, which patches there are, and what a selection of names means."""
+"""Which patches there are, and what a selection of names means."""
 
 from __future__ import annotations
 
@@ -8,155 +8,39 @@ import functools
 import importlib
 import importlib.metadata
 import re
-from collections.abc import Callable, Iterable
-from enum import Enum
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
 
-from .errors import (
-    ConflictError,
-    InvalidPatchError,
-    T5FastPatchError,
-    UnexpectedSourceError,
-    UnknownPatchError,
-    WrongTypeError,
-)
+from .errors import ConflictError, InvalidPatchError, UnknownPatchError, WrongTypeError
 from .messages import say
-from .rewrite import Edit, Method
+from .patch import Contract, ForwardPatch, Patch, Role, SourcePatch, StackPatch
 
 ENTRY_POINT_GROUP = "t5fastpatch.patches"
-BUILTIN = ("skip_inf_check", "softmax_dtype", "layer_norm")
-PRESETS = ("safe", "all")
+BUILTIN = ("residual_rescale", "residual_fp32", "wo_half", "skip_inf_check", "softmax_dtype", "layer_norm")
 
 
-class Contract(str, Enum):
-    """How a patched model's results relate to the stock model's."""
-
-    EXACT = "exact"
-    ROUNDING = "rounding"
-    EXACT_IN_FP32 = "exact-in-fp32"
+def _any(patch: Patch) -> bool:
+    return True
 
 
-class Role(str, Enum):
-    """The part a class plays in a T5 model; families.py says which class plays it in which family."""
-
-    STACK = "stack"
-    BLOCK = "block"
-    ATTENTION = "attention"
-    FEED_FORWARD = "feed-forward"
-    EXPERTS = "experts"
-    NORM = "norm"
+def _fast(patch: Patch) -> bool:
+    return not (isinstance(patch, StackPatch) and patch.wide)
 
 
-class State(str, Enum):
-    """What can be said of a patch and a model, or a class."""
-
-    ON = "on"
-    APPLIES = "applies"
-    UPSTREAM = "already upstream"
-    ABSENT = "absent"
-    UNSAFE = "unsafe"
-    REFUSED = "refused"
-    CONFLICT = "conflicts"
+def _accurate(patch: Patch) -> bool:
+    return not (isinstance(patch, StackPatch) and patch.scales and not patch.wide)
 
 
-@dataclasses.dataclass(frozen=True)
-class Finding:
-    """What a patch found in one upstream method.
-
-    Attributes:
-        state: `APPLIES`, `UPSTREAM` or `REFUSED`.
-        edits: the edits to the method's source, for a patch on code inside a method.
-        forward: the function to stand in the method's place, for a patch on a whole small module.
-        refusal: for a refusal, the error that says what was found instead.
-    """
-
-    state: State
-    edits: tuple[Edit, ...] = ()
-    forward: Callable[..., Any] | None = None
-    refusal: T5FastPatchError | None = None
-
-    @property
-    def sites(self) -> int:
-        """How many places in upstream's source change."""
-        return len(self.edits) + (self.forward is not None)
+def _exact(patch: Patch) -> bool:
+    return patch.contract is Contract.EXACT
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Patch:
-    """A patch: a pattern in one kind of upstream class, and what takes its place.
-
-    Use `SourcePatch` or `ForwardPatch`.
-
-    Attributes:
-        name: a lower-case identifier.
-        summary: one line, what replaces what.
-        contract: how the patched result relates to stock's.
-        role: the classes it looks at.
-        conflicts: names of patches that cannot be on the same model.
-        unsafe_alone: why the patch must be asked for by name; empty where it need not be.
-    """
-
-    name: str
-    summary: str
-    contract: Contract
-    role: Role
-    conflicts: frozenset[str] = dataclasses.field(default=frozenset(), kw_only=True)
-    unsafe_alone: str = dataclasses.field(default="", kw_only=True)
-
-    def find(self, method: Method) -> Finding:
-        """Looks for the pattern in one method; never changes anything."""
-        raise NotImplementedError
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class SourcePatch(Patch):
-    """A patch on code inside a method.
-
-    Attributes:
-        edits: gives the edits for a method, or raises `UnexpectedSourceError` where the source is like the pattern
-            but not the pattern. No edits means that upstream no longer has it.
-        sites: how many edits a method must give.
-    """
-
-    edits: Callable[[Method], list[Edit]]
-    sites: int
-
-    def find(self, method: Method) -> Finding:
-        """As `Patch.find`; a count other than `sites` or none is a refusal."""
-        try:
-            edits = list(self.edits(method))
-            if not edits:
-                return Finding(State.UPSTREAM)
-            if len(edits) != self.sites:
-                raise UnexpectedSourceError(f"number of places found: {len(edits)}, expected: {self.sites}")
-            method.edited(edits, self.name)  # whether there can be such a function
-        except UnexpectedSourceError as error:
-            return Finding(State.REFUSED, refusal=error)
-        return Finding(State.APPLIES, edits=tuple(edits))
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class ForwardPatch(Patch):
-    """A patch that brings its own forward for a whole small module.
-
-    Attributes:
-        forward: the new method, a module-level function with upstream's signature.
-        upstream_has_it: whether upstream's method does already what the patch does.
-        objection: why the new forward may not stand in for upstream's here, found by running both; empty if it may.
-    """
-
-    forward: Callable[..., Any]
-    upstream_has_it: Callable[[Method], bool]
-    objection: Callable[[Method], str]
-
-    def find(self, method: Method) -> Finding:
-        """As `Patch.find`; an objection is a refusal."""
-        if self.upstream_has_it(method):
-            return Finding(State.UPSTREAM)
-        why = self.objection(method)
-        if why:
-            return Finding(State.REFUSED, refusal=UnexpectedSourceError(why))
-        return Finding(State.APPLIES, forward=self.forward)
+PRESETS: Mapping[str, Callable[[Patch], bool]] = {
+    "safe": _any,
+    "all": _any,
+    "fast": _fast,
+    "accurate": _accurate,
+    "exact": _exact,
+}
 
 
 _registered: dict[str, Patch] = {}
@@ -247,8 +131,10 @@ def select(patches: str | Iterable[str] | None) -> Selection:
     """What a selection of patches means.
 
     Args:
-        patches: names of patches or presets, one or many, or `None` for the preset `safe`. `safe` stands for every
-            patch that is safe alone, `all` for every patch. What is unsafe alone is applied only when it is named.
+        patches: names of patches or presets, one or many, or `None` for the preset `safe`. A preset stands for
+            candidates: `safe` and `all` for every patch, `fast` for those that keep the residual stream in half
+            precision, `accurate` for those that keep it in fp32, `exact` for those that change no bit. What is applied
+            of them is what is safe on the model; what is unsafe alone needs a proof of headroom, or its name.
 
     Raises:
         WrongTypeError: not a name, not names.
@@ -260,10 +146,10 @@ def select(patches: str | Iterable[str] | None) -> Selection:
     named = [get_patch(name) for name in patch_names() if name in names]
     for index, patch in enumerate(named):
         check_conflict(patch, named[:index])
-    preset = list_patches() if set(PRESETS) & set(names) else []
-    added = [patch for patch in preset if patch not in named and ("all" in names or not patch.unsafe_alone)]
+    presets = [PRESETS[name] for name in names if name in PRESETS]
+    added = [patch for patch in (list_patches() if presets else []) if any(has(patch) for has in presets)]
     order = patch_names()
-    chosen = sorted([*named, *added], key=lambda patch: order.index(patch.name))
+    chosen = sorted(dict.fromkeys([*named, *added]), key=lambda patch: order.index(patch.name))
     return Selection(tuple(chosen), frozenset(patch.name for patch in named))
 
 
@@ -273,8 +159,12 @@ def rival(patch: Patch, others: Iterable[Patch]) -> Patch | None:
     A patch that replaces a whole forward leaves nothing in it for another.
     """
     for other in (each for each in others if each is not patch):
-        whole = patch.role is other.role and (isinstance(patch, ForwardPatch) or isinstance(other, ForwardPatch))
-        if whole or patch.name in other.conflicts or other.name in patch.conflicts:
+        whole = isinstance(patch, ForwardPatch) or isinstance(other, ForwardPatch)
+        if (
+            (whole and patch.rewritten & other.rewritten)
+            or patch.name in other.conflicts
+            or other.name in patch.conflicts
+        ):
             return other
     return None
 
@@ -293,16 +183,17 @@ def _unknown(name: str, known: list[str]) -> str:
 
 
 def _check_patch(patch: Patch) -> None:
-    if not isinstance(patch, SourcePatch | ForwardPatch):
-        raise InvalidPatchError(f"{patch!r} is neither a SourcePatch nor a ForwardPatch")
+    if not isinstance(patch, SourcePatch | ForwardPatch | StackPatch):
+        raise InvalidPatchError(f"{patch!r} is neither a SourcePatch nor a ForwardPatch nor a StackPatch")
     if not isinstance(patch.name, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", patch.name):
         raise InvalidPatchError(f"{patch.name!r} is no name for a patch: use a lower-case identifier")
-    types = {"summary": str, "contract": Contract, "role": Role, "conflicts": frozenset, "unsafe_alone": str}
+    types: dict[str, type] = {"summary": str, "contract": Contract, "conflicts": frozenset, "unsafe_alone": str}
+    types |= {"parts": dict} if isinstance(patch, StackPatch) else {"role": Role}
     for field, expected in types.items():
         if not isinstance(getattr(patch, field), expected):
             raise InvalidPatchError(f"{patch.name}: {field} must be a {expected.__name__}")
-    calls = ("edits",) if isinstance(patch, SourcePatch) else ("forward", "upstream_has_it", "objection")
-    for field in calls:
+    calls = {SourcePatch: ("edits",), ForwardPatch: ("forward", "upstream_has_it", "objection"), StackPatch: ()}
+    for field in calls[type(patch)]:
         if not callable(getattr(patch, field)):
             raise InvalidPatchError(f"{patch.name}: {field} must be a function")
     if isinstance(patch, SourcePatch) and not (isinstance(patch.sites, int) and patch.sites >= 1):

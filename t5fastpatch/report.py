@@ -7,7 +7,7 @@ import io
 import json
 from typing import Any
 
-from .registry import State
+from .patch import State
 
 
 @dataclasses.dataclass(frozen=True)

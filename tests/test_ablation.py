@@ -20,7 +20,7 @@ from t5fastpatch.cli import main
 from t5fastpatch.measure.ablation import run
 from t5fastpatch.measure.record import finite
 from t5fastpatch.measure.settings import Settings
-from t5fastpatch.registry import State
+from t5fastpatch.patch import State
 from t5fastpatch.report import Report
 
 QUICK = [

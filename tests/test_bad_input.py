@@ -13,7 +13,7 @@ from torch import nn
 
 import t5fastpatch
 from t5fastpatch import findings, rewrite
-from t5fastpatch.registry import Contract, Role, SourcePatch, State
+from t5fastpatch.patch import Contract, Role, SourcePatch, State
 
 
 @pytest.fixture

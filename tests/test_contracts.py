@@ -14,7 +14,7 @@ import zoo
 from torch.overrides import TorchFunctionMode
 
 import t5fastpatch
-from t5fastpatch.registry import State
+from t5fastpatch.patch import State
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 HALVES = [torch.float16, torch.bfloat16]

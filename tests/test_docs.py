@@ -13,7 +13,7 @@ import zoo
 import t5fastpatch
 from t5fastpatch import errors, registry
 from t5fastpatch.families import FAMILIES
-from t5fastpatch.registry import State
+from t5fastpatch.patch import State
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

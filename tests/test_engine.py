@@ -21,7 +21,7 @@ from torch import nn
 
 import t5fastpatch
 from t5fastpatch import findings, install, registry
-from t5fastpatch.registry import Contract, Role, SourcePatch, State
+from t5fastpatch.patch import Contract, Role, SourcePatch, State
 
 ALL = ["skip_inf_check", "softmax_dtype", "layer_norm"]
 

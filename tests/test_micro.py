@@ -21,7 +21,8 @@ from t5fastpatch import (
     status,
 )
 from t5fastpatch.measure.micro import ACTIVATION, SOFTMAX, MicroOp, micro_ops
-from t5fastpatch.registry import State, get_patch
+from t5fastpatch.patch import State
+from t5fastpatch.registry import get_patch
 from t5fastpatch.rewrite import Edit, Method
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

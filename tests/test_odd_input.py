@@ -21,7 +21,8 @@ from t5fastpatch.cli import main
 from t5fastpatch.measure.ablation import run
 from t5fastpatch.measure.settings import Settings
 from t5fastpatch.measure.store import Store
-from t5fastpatch.registry import Contract, Role, SourcePatch, State, get_patch
+from t5fastpatch.patch import Contract, Role, SourcePatch, State
+from t5fastpatch.registry import get_patch
 from t5fastpatch.reports.reading import read
 from t5fastpatch.reports.schema import SCHEMA
 

@@ -28,7 +28,7 @@ from t5fastpatch.measure.profiling.tensor_cores import uses_tensor_cores
 from t5fastpatch.measure.profiling.turns import in_turn
 from t5fastpatch.measure.shapes import random_model
 from t5fastpatch.measure.timing import Entry, Prepare
-from t5fastpatch.registry import State
+from t5fastpatch.patch import State
 
 CPU = torch.device("cpu")
 DOCUMENT = (Path(__file__).parent.parent / "docs" / "profile.md").read_text()

@@ -24,7 +24,7 @@ from t5fastpatch.measure.quality import bleu, trimmed
 from t5fastpatch.measure.subject import Sentence
 from t5fastpatch.measure.timing import Limits, interleave, stopwatch_for
 from t5fastpatch.measure.trainer import EvaluationSettings, TrainerEvaluation, TrainerLevel
-from t5fastpatch.registry import State
+from t5fastpatch.patch import State
 
 pytest.importorskip("accelerate")
 

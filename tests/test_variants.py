@@ -10,7 +10,7 @@ from t5fastpatch.measure.attribution import coalitions
 from t5fastpatch.measure.precision import Precision
 from t5fastpatch.measure.subject import load
 from t5fastpatch.measure.variants import Plan, plan
-from t5fastpatch.registry import Contract, Patch, Role, State
+from t5fastpatch.patch import Contract, Patch, Role, State
 from t5fastpatch.report import Report, Row
 
 FP16 = Precision.FP16

@@ -38,6 +38,9 @@ class Scaling:
     wide: bool = False
 
 
+UNSCALED = Scaling()
+
+
 @dataclasses.dataclass(frozen=True)
 class Magnitude:
     """The largest absolute value at one place of one block.

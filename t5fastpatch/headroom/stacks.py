@@ -10,7 +10,7 @@ from torch import nn
 
 from ..families import family_of, role_of
 from ..findings import upstream_class
-from ..registry import Role
+from ..patch import Role
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ class FeedForward:
     sparse: nn.Module | None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Stack:
     """An encoder or a decoder: everything from its embeddings to its final norm.
 

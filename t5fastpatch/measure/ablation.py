@@ -14,7 +14,8 @@ from ..engine import patched, status
 from ..errors import NotT5Error, T5FastPatchError
 from ..extra import require
 from ..loading import described
-from ..registry import State, list_patches, select
+from ..patch import State
+from ..registry import list_patches, select
 from ..report import Report
 from ..reports.schema import SCHEMA, CellRecord, Result
 from .attribution import Attribution, attribution, coalitions

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..registry import Patch
+from ..patch import Patch
 from .bench import Bench
 from .cells import Cell
 from .census import Census, census

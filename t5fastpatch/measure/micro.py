@@ -24,7 +24,7 @@ from ..errors import NothingToPatchError, T5FastPatchError, UnexpectedSourceErro
 from ..families import role_of
 from ..findings import finding, transformers_version, upstream_class
 from ..install import patches_on
-from ..registry import ForwardPatch, Patch, Role, State
+from ..patch import ForwardPatch, Patch, Role, StackPatch, State
 from ..rewrite import Edit, Method
 from .workloads import text_config
 
@@ -98,7 +98,8 @@ def _patched_op(model: Any, patch: Patch) -> MicroOp:
         apply(after, [patch.name])
     else:
         before, after = _both_ways(patch, Method.of(cls), finding(patch, cls).edits[0])
-    return MicroOp(patch.name, before, after, _shape(model, patch.role), model.dtype, model.device)
+    (role,) = patch.roles
+    return MicroOp(patch.name, before, after, _shape(model, role), model.dtype, model.device)
 
 
 def _softmax(model: Any) -> MicroOp:
@@ -120,9 +121,11 @@ def _activation(model: Any) -> MicroOp:
 def _place(model: Any, patch: Patch) -> tuple[nn.Module, type]:
     """The first module that the patch would change, and the upstream class whose forward it runs."""
     state = State.ABSENT
+    if len(patch.roles) > 1 or isinstance(patch, StackPatch):
+        raise NothingToPatchError(f"{patch.name} is on whole stacks, and has no operation of its own")
     for module in model.modules():
         cls = upstream_class(type(module))
-        if cls is None or role_of(cls) is not patch.role:
+        if cls is None or role_of(cls) not in patch.roles:
             continue
         if patch in (*patches_on(module), *process_wide(cls)):
             raise T5FastPatchError(f"{patch.name} is on already, so nothing here is stock")

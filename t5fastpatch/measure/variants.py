@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ..errors import T5FastPatchError
-from ..registry import Patch, State
+from ..patch import Patch, State
 from ..report import Report
 from .attribution import Coalition, Order, coalitions, orders_for
 from .precision import Precision

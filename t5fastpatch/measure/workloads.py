@@ -13,7 +13,7 @@ from torch import nn
 
 from ..errors import T5FastPatchError
 from ..families import role_of
-from ..registry import Role
+from ..patch import Role
 
 Batch = Mapping[str, torch.Tensor]
 IGNORED_LABEL = -100

@@ -12,7 +12,7 @@ import types
 import torch
 from torch import nn
 
-from ..registry import Contract, ForwardPatch, Role
+from ..patch import Contract, ForwardPatch, Role
 from ..rewrite import Method
 
 

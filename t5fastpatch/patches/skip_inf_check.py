@@ -10,7 +10,7 @@ import ast
 from collections.abc import Iterator
 
 from ..errors import UnexpectedSourceError
-from ..registry import Contract, Role, SourcePatch
+from ..patch import Contract, Role, SourcePatch
 from ..rewrite import Edit, Method
 
 _CALLS = ("torch.isinf", "torch.finfo", "torch.where", "torch.clamp")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 
 from ..errors import UnexpectedSourceError
-from ..registry import Contract, Role, SourcePatch
+from ..patch import Contract, Role, SourcePatch
 from ..rewrite import Edit, Method
 
 

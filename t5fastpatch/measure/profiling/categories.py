@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-from ...registry import Role
+from ...patch import Role
 
 MATRIX_PRODUCTS = "matrix products"
 FUSED_ATTENTION = "fused attention"

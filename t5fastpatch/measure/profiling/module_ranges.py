@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from ...families import role_of
-from ...registry import Role
+from ...patch import Role
 
 PREFIX = "t5fastpatch::"
 """What the name of each range begins with; a role's value or `ELSEWHERE` follows."""

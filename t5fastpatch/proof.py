@@ -1,0 +1,64 @@
+"""Takes off what rests on a proof of headroom once the weights that were proven may no longer be there."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+from torch.nn.modules import module as registration
+
+from .classwide import process_wide
+from .findings import upstream_class
+from .install import LOCK, exchange_classes, patched_class, setup_on
+from .messages import say
+
+# For every module of a proven model, the modules that rest on the proof.
+_resting: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[nn.Module]] = weakref.WeakKeyDictionary()
+
+
+def guard(resting: Iterable[nn.Module], model: Iterable[nn.Module]) -> None:
+    """Watches a model: a weight loaded into, or a module or parameter put into its place, withdraws the proof.
+
+    What changes a weight in place, an optimizer say, goes unseen.
+
+    Args:
+        resting: the modules with patches that rest on the proof.
+        model: every module whose weights it is a proof of.
+    """
+    group = weakref.WeakSet(resting)
+    if group:
+        _watch()
+        for module in model:
+            _resting[module] = group
+
+
+def withdraw(module: nn.Module) -> None:
+    """Takes the patches that rest on the proof off all modules that share it with this one."""
+    with LOCK:
+        resting = [each for each in {module, *_resting.get(module, ())} if setup_on(each).proven]
+        if not resting:
+            return
+        names = sorted({patch.name for each in resting for patch in setup_on(each).proven})
+        exchange_classes([(each, _class_without_proof(each)) for each in resting])
+    say(f"{', '.join(names)} taken off: new weights or modules have no proof of headroom; apply again for one")
+
+
+def _class_without_proof(module: nn.Module) -> type[nn.Module]:
+    setup, upstream = setup_on(module), upstream_class(type(module))
+    assert upstream is not None
+    return patched_class(module, setup.without(setup.proven), process_wide(upstream))
+
+
+@functools.cache
+def _watch() -> None:
+    """PyTorch calls these at each registration, in any module of the process; they look up one key."""
+
+    def registered(module: nn.Module, name: str, value: Any) -> None:
+        if module in _resting:
+            withdraw(module)
+
+    registration.register_module_module_registration_hook(registered)
+    registration.register_module_parameter_registration_hook(registered)
