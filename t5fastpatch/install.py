@@ -85,13 +85,13 @@ def new_function(cls: type, patches: Sequence[Patch]) -> types.FunctionType | No
     findings = [_applicable(patch, cls) for patch in patches]
     label = ", ".join(patch.name for patch in patches)
     forwards = [found.forward for found in findings if found.forward is not None]
-    if len(forwards) > 1 or (forwards and len(findings) > 1):
+    edits = [edit for found in findings for edit in found.edits]
+    if len(forwards) > 1 or (forwards and edits):
         raise ConflictError(f"{label} cannot share the forward of {cls.__name__}, which one replaces: leave one out")
     if forwards:
         (forward,) = forwards
         assert isinstance(forward, types.FunctionType)
         return forward
-    edits = [edit for found in findings for edit in found.edits]
     return Method.of(cls).edited(edits, label) if edits else None
 
 

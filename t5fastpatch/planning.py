@@ -147,8 +147,8 @@ def _as_given(scale: object, stack: Stack, *, wide: bool) -> Scaling:
     largest = _largest_entry(stack)
     if factor > 1 or largest * factor > FP16_MAX or (largest and largest * factor < _SMALLEST_ENTRY):
         raise ScaleError(
-            f"a scale of {_power(factor)} does not fit the weights of {stack.name}: it is at most 1, and must leave the "
-            f"largest embedding, {largest:.3g}, between {_power(_SMALLEST_ENTRY)} and 65504"
+            f"a scale of {_power(factor)} does not fit the weights of {stack.name}: it is at most 1, and must leave "
+            f"their largest embedding, {largest:.3g}, between {_power(_SMALLEST_ENTRY)} and 65504"
         )
     return Scaling(factor, factor, wide)
 

@@ -212,7 +212,7 @@ def test_only_t5s_norm_is_taken_for_it(method_of: Any, old: str, new: str, objec
 
 def test_upstreams_own_rms_norm_is_seen(method_of: Any) -> None:
     method = method_of("return nn.functional.rms_norm(hidden_states, (8,), self.weight)\n")
-    assert layer_norm.PATCH.find(method).state is State.UPSTREAM
+    assert layer_norm.PATCH.find(method, Role.NORM).state is State.UPSTREAM
 
 
 def installed() -> list[Family]:

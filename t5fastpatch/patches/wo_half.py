@@ -23,8 +23,7 @@ def half_dtype(dense: Any) -> Any:
     """The half dtype of a dense module whose `wo` alone is fp32; `None` for any other."""
     wo = getattr(dense.wo, "weight", None)
     other = getattr(dense.wi_0 if hasattr(dense, "wi_0") else dense.wi, "weight", None)
-    plain = type(dense.wo) is nn.Linear and type(wo) is nn.Parameter
-    if not plain or dense.wo.weight.dtype is not torch.float32 or other is None:
+    if type(dense.wo) is not nn.Linear or type(wo) is not nn.Parameter or wo.dtype is not torch.float32 or other is None:
         return None
     return other.dtype if other.dtype in (torch.float16, torch.bfloat16) else None
 
