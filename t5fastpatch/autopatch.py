@@ -64,5 +64,6 @@ def _patch(family: Family, module: ModuleType) -> None:
         classwide = importlib.import_module(f"{__package__}.classwide")
         registry = importlib.import_module(f"{__package__}.registry")
         say(classwide.enable(family, registry.select(_names)).line())
+        importlib.import_module(f"{__package__}.onload").patch_what_is_loaded(_names)
     except Exception as error:
         say(f"{family.name} stays unpatched: {error}")

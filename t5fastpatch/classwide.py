@@ -42,7 +42,7 @@ def enable(family: Family, selection: Selection) -> Report:
             if state is State.APPLIES and patch.unsafe_alone and patch.name not in selection.named:
                 state, why = State.UNSAFE, patch.unsafe_alone
             elif state is State.APPLIES and isinstance(patch, StackPatch):
-                state, why = State.UNSAFE, "it depends on a model's weights: it is put on each model as it is loaded"
+                why = "depends on the weights: decided for each model that from_pretrained loads"
             elif state is State.APPLIES and other is not None:
                 state, why = State.CONFLICT, f"cannot be on together with {other.name}"
             elif state is State.APPLIES:

@@ -32,7 +32,7 @@ class Row:
 
 
 def _summary(row: Row) -> str:
-    if row.state in (State.UNSAFE, State.REFUSED, State.CONFLICT):
+    if row.why:
         return f"{row.patch} {row.state.value} ({row.why})"
     return f"{row.patch} {row.state.value}" + (f" (sites: {row.sites})" if row.sites else "")
 

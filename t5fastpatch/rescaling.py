@@ -48,9 +48,8 @@ def scaled_product(linear: Any, x: torch.Tensor, factor: float) -> Any:
         biased = getattr(linear, "bias", None) is not None
         return linear(x) * factor if biased else linear(x * factor)
     rows = x.flatten(0, -2)
-    # With beta 0 the first argument is not read, but compilers may multiply it by beta: it must be finite.
-    unread = rows.detach()[:1, :1]
-    bias, beta = (unread, 0.0) if linear.bias is None else (linear.bias, factor)
+    # With beta 0 the first argument is not read.
+    bias, beta = (rows.new_empty(()), 0.0) if linear.bias is None else (linear.bias, factor)
     return torch.addmm(bias, rows, linear.weight.t(), beta=beta, alpha=factor).view(*x.shape[:-1], -1)
 
 

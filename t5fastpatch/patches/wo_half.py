@@ -23,14 +23,20 @@ def half_dtype(dense: Any) -> Any:
     """The half dtype of a dense module whose `wo` alone is fp32; `None` for any other."""
     wo = getattr(dense.wo, "weight", None)
     other = getattr(dense.wi_0 if hasattr(dense, "wi_0") else dense.wi, "weight", None)
-    if type(dense.wo) is not nn.Linear or type(wo) is not nn.Parameter or wo.dtype is not torch.float32 or other is None:
+    if (
+        type(dense.wo) is not nn.Linear
+        or type(wo) is not nn.Parameter
+        or wo.dtype is not torch.float32
+        or other is None
+    ):
         return None
     return other.dtype if other.dtype in (torch.float16, torch.bfloat16) else None
 
 
 def needless(stack: Stack) -> str:
     """Why a stack has nothing for the patch to do."""
-    dense = [each for layer in stack.layers for part in layer if isinstance(part, FeedForward) for each in part.dense]
+    parts = (part for layer in stack.layers for part in layer)
+    dense: list[Any] = [each for part in parts if isinstance(part, FeedForward) for each in part.dense]
     if any(each.wo.weight.is_meta for each in dense if half_dtype(each)):
         return "wo is offloaded"
     if any(half_dtype(each) or hasattr(each, _KEPT) for each in dense):
