@@ -73,9 +73,8 @@ class Evidence:
 
     def unproven(self, stack: Stack) -> str:
         """Why the weights give no proof for the stack; empty if they do."""
-        return next(
-            (each.unproven[stack.name] for each, _ in self._headrooms[stack] if stack.name in each.unproven), ""
-        )
+        said = (each.unproven.get(stack.name, "") for each, _ in self._headrooms[stack])
+        return next(filter(None, said), "")
 
 
 def judge(patch: Patch, stack: Stack, now: Scaling, evidence: Evidence) -> Verdict:
