@@ -70,7 +70,7 @@ def weight_of(linear: nn.Module, names: Names) -> torch.Tensor:
     """The weight of a plain product without bias.
 
     Returns:
-        (out, in), in fp64, on the weight's own device.
+        (out, in), as it is stored.
 
     Raises:
         NoProofError: it is not a plain nn.Linear, it has a bias, or no weight that fp16 can hold.
@@ -95,7 +95,7 @@ def gain_of(norm: nn.Module, names: Names) -> torch.Tensor:
     """
     if role(norm) is not Role.NORM:
         raise NoProofError(f"{names.of(norm)} is a {type(norm).__name__}, not the family's RMS norm")
-    gain = _read(norm, names).abs()
+    gain = wide(_read(norm, names)).abs()
     largest = float(gain.max()) * len(gain) ** 0.5
     if largest > FP16_MAX / 2:
         raise NoProofError(f"the output of {names.of(norm)} can reach {largest:.4g}")
@@ -139,11 +139,14 @@ def enlargement(dropout: Any) -> float:
     return 1 / (1 - probability)
 
 
+def wide(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in fp64, on its own device unless that has no fp64, as Apple's GPUs."""
+    return tensor.to("cpu" if tensor.device.type == "mps" else tensor.device, torch.float64)
+
+
 def _read(module: nn.Module, names: Names) -> torch.Tensor:
-    stored = _stored(module, names)
-    # Apple's GPUs have no fp64.
-    weight = stored.to("cpu" if stored.device.type == "mps" else stored.device, torch.float64)
-    largest = float(weight.abs().max())
+    weight = _stored(module, names)
+    largest = float(torch.linalg.vector_norm(weight, torch.inf))
     if not largest <= FP16_MAX:
         what = f"{largest:.4g}, which fp16 cannot hold" if largest < torch.inf else "NaN or infinity"
         raise NoProofError(f"the weight of {names.of(module)} holds {what}")

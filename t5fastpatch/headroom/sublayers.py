@@ -17,6 +17,7 @@ Underflow of results, 2**-25 each, is left out: it is not seen near 65504.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -24,10 +25,11 @@ from torch import nn
 
 from . import norms
 from .places import Place
-from .plain import Names, check_activation, enlargement, gain_of, weight_of
+from .plain import Names, check_activation, enlargement, gain_of, weight_of, wide
 from .stacks import Attention, FeedForward
 
 _HALF, _TINY, _SINGLE = 2.0**-11, 2.0**-25, 2.0**-24
+_ROWS = 256  # of a weight that are read at a time: they stay in the processor's cache
 _ROUNDED = 1 + 8 * _HALF
 _WEIGHTS_SUM = 1 + _HALF + 65536 * (_TINY + _SINGLE)
 
@@ -75,19 +77,22 @@ class _Product:
     """A product that reads a normed state: y = A x, ||x||_2 <= radius, A the weight times the gain.
 
     Attributes:
-        matrix: A, (out, in), fp64.
         radius: of x, with the roundings that are factors.
-        error: the 2-norm of what rounding adds to each row of A, (out,).
         norms: the 2-norm of each row of A, (out,).
+        error: the 2-norm of what rounding adds to each row of A, (out,).
     """
 
     def __init__(self, linear: nn.Module, read: Normed, names: Names) -> None:
-        weight = weight_of(linear, names)
-        self.matrix = weight * read.gain.to(weight.device)
+        self._weight = weight_of(linear, names)
+        self._gain = read.gain.to(wide(self._weight[:1]).device)
         self.radius = read.radius * _ROUNDED
-        self.norms = self.matrix.norm(dim=1)
+        self.norms = torch.cat([piece.norm(dim=1) for piece in self.pieces()])
         underflow = _TINY * float(read.gain.norm())
-        self.error = (_HALF + self.matrix.shape[1] * _SINGLE) * self.norms + underflow
+        self.error = (_HALF + len(self._gain) * _SINGLE) * self.norms + underflow
+
+    def pieces(self) -> Iterator[torch.Tensor]:
+        """A in fp64, some rows at a time."""
+        return (wide(rows) * self._gain for rows in torch.split(self._weight, _ROWS))
 
     @property
     def rows(self) -> torch.Tensor:
@@ -96,7 +101,7 @@ class _Product:
 
     def by_head(self, heads: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """A_h A_h^T of each head, (heads, d, d); ||A_h|| and what rounding may add to that, (heads,)."""
-        matrix = self.matrix.reshape(heads, -1, self.matrix.shape[1])
+        matrix = torch.cat(list(self.pieces())).reshape(heads, -1, len(self._gain))
         gram = matrix @ matrix.mT
         return gram, norms.largest_eigenvalue(gram).sqrt(), self.error.reshape(heads, -1).norm(dim=1)
 
@@ -133,11 +138,8 @@ def attention(sub_layer: Attention, reads: list[Normed], position_bias: float, n
     weights = _WEIGHTS_SUM * enlargement(sub_layer.module.dropout)
     coordinate = torch.stack(coordinates).amax(0).reshape(heads, -1) * weights
     length = torch.stack(lengths).amax(0) * weights
-    output = _absolute(weight_of(sub_layer.output, names)).reshape(-1, *coordinate.shape)
-    by_length = output.norm(dim=2) * length
-    by_coordinate = torch.einsum("ihj,hj->ih", output, coordinate)
-    branch = torch.minimum(by_length, by_coordinate).sum(1) * _summed(coordinate.numel())
-    branch = branch * enlargement(sub_layer.dropout)
+    branch = torch.cat([_mixed(piece, length, coordinate) for piece in _absolute(weight_of(sub_layer.output, names))])
+    branch = branch * _summed(coordinate.numel()) * enlargement(sub_layer.dropout)
     largest = {
         Place.PROJECTIONS: float(torch.stack(projections).max()),
         Place.SCORES: (max(scores) + position_bias) * _ROUNDED,
@@ -171,13 +173,15 @@ def _ungated(dense: Any, read: Normed, names: Names) -> Bounds:
     """wo act(wi n): |act(y)| <= |y|; ReLU gives no negative values, so one sign of wo's entries counts at a time."""
     relu = isinstance(dense.act, nn.ReLU)
     inner = _Product(dense.wi, read, names)
-    squared = norms.squared_norm(norms.grams(inner.matrix))
+    squared = norms.squared_norm(norms.grams(inner.pieces()))
     length = inner.radius * (squared**0.5 + float(inner.error.norm()))
+    kept = enlargement(dense.dropout)
     weight = weight_of(dense.wo, names)
     signs = [weight.clamp(min=0), weight.clamp(max=0)] if relu else [weight]
-    outputs = [_absolute(each) for each in signs]
-    branches = [torch.minimum(each @ inner.rows, each.norm(dim=1) * length) for each in outputs]
-    kept = enlargement(dense.dropout)
+    branches = [
+        torch.cat([torch.minimum(piece @ inner.rows, piece.norm(dim=1) * length) for piece in _absolute(each)])
+        for each in signs
+    ]
     branch = torch.stack(branches).amax(0) * kept * _summed(weight.shape[1])
     return Bounds({Place.HIDDEN: float(inner.rows.max()) * kept}, branch, fixed=not relu)
 
@@ -190,12 +194,13 @@ def _gated(dense: Any, read: Normed, names: Names) -> Bounds:
     """
     gate, linear = (_Product(each, read, names) for each in (dense.wi_0, dense.wi_1))
     kept = enlargement(dense.dropout)
-    overlap = (gate.matrix * linear.matrix).sum(1).abs()
-    exact = (overlap - gate.norms * linear.norms) / 2 * gate.radius**2
+    overlap = torch.cat([(one * other).sum(1) for one, other in zip(gate.pieces(), linear.pieces(), strict=True)])
+    exact = (overlap.abs() - gate.norms * linear.norms) / 2 * gate.radius**2
     hidden = (gate.rows * linear.rows + exact) * kept
-    output = _absolute(weight_of(dense.wo, names))
-    together = _weighted_product(gate, linear, output.amax(0)) * kept
-    branch = (output @ hidden).clamp(max=together) * _summed(output.shape[1])
+    weight = weight_of(dense.wo, names)
+    highest = torch.stack([piece.amax(0) for piece in _absolute(weight)]).amax(0)
+    together = _weighted_product(gate, linear, highest) * kept
+    branch = torch.cat([piece @ hidden for piece in _absolute(weight)]).clamp(max=together) * _summed(weight.shape[1])
     largest = {
         Place.GATE: float(gate.rows.max()),
         Place.HIDDEN: max(float(hidden.max()), float(linear.rows.max())),
@@ -206,13 +211,14 @@ def _gated(dense: Any, read: Normed, names: Names) -> Bounds:
 def _weighted_product(gate: _Product, linear: _Product, weights: torch.Tensor) -> float:
     """An upper bound of sum_j weights_j |y_j| |z_j| for two products that read the same vector."""
     root = weights.sqrt()
-    gate_grams, linear_grams = (norms.grams(each.matrix * root[:, None]) for each in (gate, linear))
+    gate_grams, linear_grams = (norms.grams(_scaled(each, root)) for each in (gate, linear))
     sizes = [sum(float(each.trace()) for each in grams) for grams in (gate_grams, linear_grams)]
     errors = [float((each.error * root).square().sum()) for each in (gate, linear)]
     balance = ((sizes[1] + errors[1] + _TINY) / (sizes[0] + errors[0] + _TINY)) ** 0.5
     joined = [balance * one + other / balance for one, other in zip(gate_grams, linear_grams, strict=True)]
     error = balance * errors[0] + errors[1] / balance
-    return gate.radius**2 / 2 * (norms.squared_norm(joined) ** 0.5 + error**0.5) ** 2
+    bound: float = gate.radius**2 / 2 * (norms.squared_norm(joined) ** 0.5 + error**0.5) ** 2
+    return bound
 
 
 def _largest_score(query: _Product, key: _Product, heads: int) -> float:
@@ -223,8 +229,21 @@ def _largest_score(query: _Product, key: _Product, heads: int) -> float:
     return float((norms.largest_pairing(query_gram, key_gram) + rounded).max()) * query.radius * key.radius
 
 
-def _absolute(weight: torch.Tensor) -> torch.Tensor:
-    return weight.abs() + _TINY
+def _scaled(product: _Product, factors: torch.Tensor) -> Iterator[torch.Tensor]:
+    """A with its rows times these factors, some rows at a time."""
+    pieces = zip(product.pieces(), torch.split(factors, _ROWS), strict=True)
+    return (piece * factor[:, None] for piece, factor in pieces)
+
+
+def _mixed(output: torch.Tensor, length: torch.Tensor, coordinate: torch.Tensor) -> torch.Tensor:
+    """What some absolute rows of `o` make of the heads' means, of these 2-norms and largest coordinates."""
+    by_head = output.reshape(-1, *coordinate.shape)
+    return torch.minimum(by_head.norm(dim=2) * length, torch.einsum("ihj,hj->ih", by_head, coordinate)).sum(1)
+
+
+def _absolute(weight: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The absolute weights in fp64, with what underflow can add, some rows at a time."""
+    return (wide(rows).abs().add_(_TINY) for rows in torch.split(weight, _ROWS))
 
 
 def _summed(terms: int) -> float:
