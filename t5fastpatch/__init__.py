@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         UnknownPatchError,
         WrongTypeError,
     )
+    from .headroom.check import check
     from .registry import Contract, ForwardPatch, Role, SourcePatch, State, list_patches, register
 
 __version__ = "0.1.0"
@@ -47,6 +48,7 @@ __all__ = [
     "UnknownPatchError",
     "WrongTypeError",
     "apply",
+    "check",
     "list_patches",
     "patched",
     "register",
@@ -56,6 +58,7 @@ __all__ = [
 
 # Imported at first use: the start-up hook imports this package in every process, and must not pull in torch.
 _MODULES = dict.fromkeys(("apply", "patched", "remove", "status"), "engine")
+_MODULES["check"] = "headroom.check"
 _MODULES |= dict.fromkeys(
     ("Contract", "ForwardPatch", "Role", "SourcePatch", "State", "list_patches", "register"), "registry"
 )

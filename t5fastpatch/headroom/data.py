@@ -59,12 +59,12 @@ def observe(root: nn.Module, batches: Iterable[Any], stacks: Sequence[Stack] | N
     if not count:
         raise T5FastPatchError("there is no batch to observe the model on")
     found = tuple(magnitudes(stacks, peaks))
-    seen = {each.stack for each in found}
+    reached = dict.fromkeys(each.stack for each in found)
     return Headroom(
         "data",
         found,
-        assumes={name: (f"inputs like those observed (batches: {count})",) for name in seen},
-        unproven={stack.name: "no batch reached it" for stack in stacks if stack.name not in seen},
+        assumes=dict.fromkeys(reached, (f"inputs like those observed (batches: {count})",)),
+        unproven={stack.name: "no batch reached it" for stack in stacks if stack.name not in reached},
     )
 
 
@@ -78,8 +78,8 @@ def _arguments(root: nn.Module, batch: Any, number: int) -> dict[str, Any]:
 
 
 def _call(root: Any, arguments: dict[str, Any], number: int) -> None:
-    config = getattr(root, "config", None)
-    generates = getattr(config, "is_encoder_decoder", False) and not _DECODER_INPUTS & set(arguments)
+    pair = hasattr(root, "generate") and getattr(root.config, "is_encoder_decoder", False)
+    generates = pair and not _DECODER_INPUTS & set(arguments)
     try:
         if generates:
             root.generate(**arguments, do_sample=False, num_beams=1, max_new_tokens=NEW_TOKENS)

@@ -164,10 +164,9 @@ def _heads(root: nn.Module, stacks: Sequence[Stack]) -> Iterator[tuple[Stack, nn
     """What gives logits, with the last stack whose output it reads: the decoder's, where there is one."""
     for holder in root.modules():
         head = getattr(holder, "lm_head", None)
-        inside = set(holder.modules()) if isinstance(head, nn.Module) else set()
-        below = [stack for stack in stacks if stack.module in inside]
-        if below:
-            yield below[-1], head
+        if isinstance(head, nn.Module):
+            inside = set(holder.modules())
+            yield from [(stack, head) for stack in stacks if stack.module in inside][-1:]
 
 
 def _peak(value: torch.Tensor) -> torch.Tensor:

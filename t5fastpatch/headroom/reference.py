@@ -1,8 +1,8 @@
 """A model run as its unpatched self in fp32, whatever it is held in, and left as it was.
 
-The weights stay where they are: each operation widens what it gets in half precision, so that never more than the
-operands of one operation are held in fp32 beside the model. What upstream asks of a dtype is answered accordingly, or it
-would cast to half precision, or clamp.
+The weights stay where they are: each operation widens what it gets in half precision, so that no more than one
+operation's operands are ever held in fp32 beside the model. Upstream's questions about dtypes are answered accordingly:
+it would cast to half precision, or clamp.
 """
 
 from __future__ import annotations
@@ -74,9 +74,12 @@ def as_reference(root: nn.Module) -> Iterator[None]:
         ForeignForwardError: a patched module's class has been derived from since.
     """
     mode = InFloat32(frozenset(each.device.type for each in root.parameters()) - {"meta"})
-    with _unpatched(root), _evaluating(root), _eager_attention(root), _hooks_outside(root, mode):
-        with _not_compiled(), torch.no_grad(), mode:
-            yield
+    with contextlib.ExitStack() as stack:
+        for prepare in (_unpatched, _evaluating, _eager_attention):
+            stack.enter_context(prepare(root))
+        for context in (_hooks_outside(root, mode), _not_compiled(), torch.no_grad(), mode):
+            stack.enter_context(context)
+        yield
 
 
 def _widened(value: Any) -> Any:
