@@ -232,8 +232,10 @@ def test_a_model_without_decoder_inputs_generates() -> None:
 
 def test_several_batches_are_observed_together_and_ids_alone_are_a_batch() -> None:
     model, tokens = T5.build(), T5.inputs()["input_ids"]
-    alone = observed(model, tokens), observed(model, T5.batch())
-    assert observed(model, tokens, T5.batch()) == {key: max(each[key] for each in alone) for key in alone[0]}
+    ids, labels = observed(model, tokens), observed(model, T5.batch())
+    for key, value in observed(model, tokens, T5.batch()).items():
+        # Scores are the largest product plus the largest bias, not always of the same batch.
+        assert value >= max(ids[key], labels[key]) if key[2] is Place.SCORES else value == max(ids[key], labels[key])
 
 
 def test_an_encoder_alone_and_a_model_inside_another_are_observed() -> None:

@@ -51,11 +51,12 @@ def observe(root: nn.Module, batches: Iterable[Any], stacks: Sequence[Stack] | N
         raise NotT5Error(f"this {type(root).__name__} has no stack of the T5 family")
     if isinstance(batches, Mapping | torch.Tensor | str):
         raise WrongTypeError("batches are an iterable of batches: put this one into a list")
+    generates = hasattr(root, "generate") and any(stack.cross for stack in stacks)
     peaks, count = Peaks(), 0
     for count, batch in enumerate(batches, 1):
         arguments = _arguments(root, batch, count)
         with LOCK, Recorder(root, stacks, peaks) as recorder, as_reference(root), recorder.scores:
-            _call(root, arguments, count)
+            _call(root, arguments, count, generates and not _DECODER_INPUTS & set(arguments))
     if not count:
         raise T5FastPatchError("there is no batch to observe the model on")
     found = tuple(magnitudes(stacks, peaks))
@@ -77,9 +78,7 @@ def _arguments(root: nn.Module, batch: Any, number: int) -> dict[str, Any]:
     return dict(batch)
 
 
-def _call(root: Any, arguments: dict[str, Any], number: int) -> None:
-    pair = hasattr(root, "generate") and getattr(root.config, "is_encoder_decoder", False)
-    generates = pair and not _DECODER_INPUTS & set(arguments)
+def _call(root: Any, arguments: dict[str, Any], number: int, generates: bool) -> None:
     try:
         if generates:
             root.generate(**arguments, do_sample=False, num_beams=1, max_new_tokens=NEW_TOKENS)

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 
 from ..install import exchange_classes, own_class, patches_on
 
@@ -54,12 +53,12 @@ class InFloat32(TorchFunctionMode):
         if func.__name__ in _PROPERTIES:
             return func(*args, **kwargs)
         with contextlib.ExitStack() as stack:
-            for each in self._device_types:  # a forward may be wrapped in autocast
-                stack.enter_context(torch.autocast(each, enabled=False))
+            for each in self._device_types:
+                if torch.is_autocast_enabled(each):  # by the caller, or by a wrapper around a forward
+                    stack.enter_context(torch.autocast(each, enabled=False))
             if func is F.embedding:  # picks rows: widening the whole table first would give the same
                 return _widened(func(*args, **kwargs))
-            args, kwargs = tree_map(_widened, (args, kwargs))
-            return func(*args, **kwargs)
+            return func(*_widened(args), **_widened(kwargs))
 
 
 @contextlib.contextmanager
@@ -83,10 +82,14 @@ def as_reference(root: nn.Module) -> Iterator[None]:
 
 
 def _widened(value: Any) -> Any:
-    """A tensor or dtype of half precision in fp32; anything else as it is."""
+    """Tensors and dtypes of half precision in fp32, in containers too; anything else as it is."""
     if isinstance(value, torch.Tensor):
         return value.float() if value.dtype in HALVES else value
-    return torch.float32 if isinstance(value, torch.dtype) and value in HALVES else value
+    if isinstance(value, torch.dtype):
+        return torch.float32 if value in HALVES else value
+    if type(value) in (tuple, list):
+        return type(value)(map(_widened, value))
+    return {name: _widened(each) for name, each in value.items()} if type(value) is dict else value
 
 
 @contextlib.contextmanager
