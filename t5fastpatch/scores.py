@@ -44,7 +44,7 @@ class _Product(torch.autograd.Function):
         return _product(query, key)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         query, key = ctx.saved_tensors
         grad = grad.to(query.dtype)
         return grad @ key, grad.transpose(-1, -2) @ query
@@ -54,4 +54,4 @@ def _product(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     rows, columns = query.flatten(0, -3), key.flatten(0, -3).transpose(1, 2)
     # With beta 0 the first argument is not read, but a compiler may multiply it by beta: not an empty tensor.
     scaled = torch.baddbmm(rows[:1, :1, :1], rows, columns, beta=0, alpha=_SCALE)
-    return scaled.unflatten(0, query.shape[:-2]).float().mul_(1 / _SCALE)
+    return scaled.view(*query.shape[:-1], key.shape[-2]).float().mul_(1 / _SCALE)

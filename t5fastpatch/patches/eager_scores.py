@@ -108,8 +108,10 @@ def _products(tree: ast.AST) -> Iterator[_Product]:
                 value=ast.Call(
                     args=[ast.Name(id=query), ast.Call(func=ast.Attribute(value=ast.Name(id=key), attr="transpose"))]
                 ) as call,
-            ) if ast.unparse(call) in {f"torch.matmul({query}, {key}.transpose({dims}))" for dims in ("3, 2", "-1, -2")}:
-                yield _Product(call, scores, query, key)
+            ):
+                spellings = (f"torch.matmul({query}, {key}.transpose({dims}))" for dims in ("3, 2", "-1, -2"))
+                if ast.unparse(call) in spellings:
+                    yield _Product(call, scores, query, key)
 
 
 def _written_out(method: Method, product: _Product) -> list[Edit]:

@@ -22,7 +22,7 @@ def edits(method: Method) -> list[Edit]:
     casts = [node for node in ast.walk(method.tree) if isinstance(node, ast.If) and _reads_weight(node.test)]
     inside = {node for cast in casts for node in ast.walk(cast)}
     for node in ast.walk(method.tree):
-        if node not in inside and _is_weight(node):
+        if isinstance(node, ast.Attribute) and node not in inside and _is_weight(node):
             raise UnexpectedSourceError(f"line {node.lineno} reads self.wo.weight outside of the known cast")
     found = []
     for cast in casts:
