@@ -296,10 +296,12 @@ def test_what_is_no_batch_is_an_error_that_says_so() -> None:
 
 
 def headroom(source: str, **values: float) -> Headroom:
-    """Magnitudes of one block of an encoder, by place; the fixed hidden product as HIDDEN_FIXED."""
+    """Magnitudes of an encoder's two blocks, by place, 1 where not given; fixed hidden products as HIDDEN_FIXED."""
+    places = {"STREAM": 1.0, "ATTENTION": 1.0, "FEED_FORWARD": 1.0, "HIDDEN": 1.0, "PROJECTIONS": 1.0, **values}
     found = (
-        Magnitude("encoder", 0, Place[name.removesuffix("_FIXED")], value, name.endswith("_FIXED"))
-        for name, value in values.items()
+        Magnitude("encoder", layer, Place[name.removesuffix("_FIXED")], value, name.endswith("_FIXED"))
+        for layer in range(2)
+        for name, value in places.items()
     )
     return Headroom(source, tuple(found))
 
