@@ -279,6 +279,18 @@ def test_offloaded_weights_come_and_go_as_ever() -> None:
     assert observed(model, T5.batch()) == expected
 
 
+def test_attention_that_pytorch_does_not_see_is_eager_for_the_while() -> None:
+    model = T5.build()
+    if not hasattr(model.config, "_attn_implementation"):
+        pytest.skip("this release has eager attention only")
+    expected = observed(model, T5.batch())
+    for each in (model, model.encoder, model.decoder):
+        each.config._attn_implementation = "a kernel of the hub's"
+    before = everything(model)
+    assert observed(model, T5.batch()) == pytest.approx(expected, rel=1e-5)
+    assert everything(model) == before
+
+
 def test_what_is_no_batch_is_an_error_that_says_so() -> None:
     model = T5.build()
     with pytest.raises(WrongTypeError, match="put this one into a list"):
