@@ -12,6 +12,7 @@ from rich.text import Text
 
 from . import __version__
 from .cli_ablate import ablate
+from .cli_check import check
 from .cli_compare import compare
 from .cli_predict import predict
 from .cli_profile import profile
@@ -92,7 +93,7 @@ class _Program(Exception):
     """Ends the command line: what `run` is to start runs outside of it, where nothing handles the program's errors."""
 
 
-for command in (ablate, predict, profile, report, compare):
+for command in (ablate, check, predict, profile, report, compare):
     app.command()(command)
 
 

@@ -60,8 +60,12 @@ class Setup:
     def without(self, patches: Collection[Patch]) -> Setup:
         """The same without some patches; without its scale where none is left that scales."""
         kept = tuple(patch for patch in self.patches if patch not in patches)
-        scaled = any(isinstance(patch, StackPatch) and patch.scales for patch in kept)
-        return Setup(kept, self.scaling if scaled else UNSCALED, self.proven - set(patches))
+        return Setup(kept, UNSCALED, self.proven - set(patches)).at(self.scaling)
+
+    def at(self, scaling: Scaling) -> Setup:
+        """The same at another scale, if one of its patches scales."""
+        scaled = any(isinstance(patch, StackPatch) and patch.scales for patch in self.patches)
+        return dataclasses.replace(self, scaling=scaling if scaled else UNSCALED)
 
 
 def setup_on(module: nn.Module) -> Setup:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from .errors import ScaleError, UnprovenError
+from .errors import ScaleError, UnprovenError, WrongTypeError
 from .headroom.places import FP16_MAX, Headroom, Place, Scaling, bits
 from .headroom.scaling import DATA_MARGIN, overflows, proposed
 from .headroom.stacks import Stack
@@ -53,23 +53,28 @@ class Evidence:
     scale: float | str = "auto"
 
     @functools.cached_property
-    def _sources(self) -> list[tuple[Headroom, float]]:
-        """Headrooms, the best first, each with the bits that must be left."""
+    def _headrooms(self) -> dict[Stack, list[tuple[Headroom, float]]]:
+        """For each stack what is known of it, the best first, each with the bits that must be left."""
         from .headroom.data import observe
         from .headroom.weights import bound
 
-        found = [(bound(root, stacks), 0.0) for root, stacks in self.stacks.items()]
-        if self.batches is not None:
-            found += [(observe(root, self.batches, stacks), DATA_MARGIN) for root, stacks in self.stacks.items()]
-        return found
+        if self.batches is not None and len(self.stacks) > 1:
+            raise WrongTypeError("batches are inputs of one model: apply to each part by itself")
+        known: dict[Stack, list[tuple[Headroom, float]]] = {}
+        for root, stacks in self.stacks.items():
+            found = [(bound(root, stacks), 0.0)]
+            found += [] if self.batches is None else [(observe(root, self.batches, stacks), DATA_MARGIN)]
+            known |= dict.fromkeys(stacks, found)
+        return known
 
     def of(self, stack: Stack) -> list[tuple[Headroom, float]]:
         """The headrooms that know the stack, the bound from the weights first."""
-        return [(each, margin) for each, margin in self._sources if any(each.of(stack.name))]
+        return [(each, margin) for each, margin in self._headrooms[stack] if any(each.of(stack.name))]
 
     def unproven(self, stack: Stack) -> str:
-        """Why the weights give no proof for the stack."""
-        return next((each.unproven[stack.name] for each, _ in self._sources if stack.name in each.unproven), "")
+        """Why the weights give no proof for the stack; empty if they do."""
+        said = (each.unproven.get(stack.name, "") for each, _ in self._headrooms[stack])
+        return next(filter(None, said), "")
 
 
 def judge(patch: Patch, stack: Stack, now: Scaling, evidence: Evidence) -> Verdict:
@@ -181,8 +186,7 @@ def reasons(verdicts: Mapping[Stack, Verdict]) -> str:
     return "; ".join(f"{stack.name}: {verdict.why}" for stack, verdict in verdicts.items() if verdict.why)
 
 
-def check_proven(patch: Patch, verdicts: Mapping[Stack, Verdict], names: Iterable[str]) -> None:
-    """Raises `UnprovenError` where a patch that was named may be on no stack."""
-    states = {verdict.state for verdict in verdicts.values()}
-    if verdicts and states == {State.UNSAFE} and patch.name in names:
+def check_proven(patch: Patch, verdicts: Mapping[Stack, Verdict]) -> None:
+    """Raises `UnprovenError` where a patch may be on no stack for want of a proof."""
+    if verdicts and {verdict.state for verdict in verdicts.values()} == {State.UNSAFE}:
         raise UnprovenError(f"{patch.name}: {reasons(verdicts)}")

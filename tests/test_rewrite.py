@@ -18,7 +18,7 @@ import torch
 from t5fastpatch.errors import UnexpectedSourceError
 from t5fastpatch.families import FAMILIES, Family
 from t5fastpatch.findings import family_classes, finding
-from t5fastpatch.patch import State
+from t5fastpatch.patch import Role, State
 from t5fastpatch.patches import layer_norm, skip_inf_check, softmax_dtype
 from t5fastpatch.rewrite import Edit, Method, apply_edits, innermost, unified_diff
 

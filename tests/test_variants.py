@@ -10,7 +10,7 @@ from t5fastpatch.measure.attribution import coalitions
 from t5fastpatch.measure.precision import Precision
 from t5fastpatch.measure.subject import load
 from t5fastpatch.measure.variants import Plan, plan
-from t5fastpatch.patch import Contract, Patch, Role, State
+from t5fastpatch.patch import Contract, Patch, State
 from t5fastpatch.report import Report, Row
 
 FP16 = Precision.FP16
@@ -21,7 +21,7 @@ def made_plan(
     states: dict[str, State], conflicts: dict[str, str] | None = None, *, shapley: bool = False, tf32: bool = False
 ) -> Plan:
     patches = [
-        Patch(name, "", Contract.EXACT, Role.NORM, conflicts=frozenset(filter(None, [(conflicts or {}).get(name)])))
+        Patch(name, "", Contract.EXACT, conflicts=frozenset(filter(None, [(conflicts or {}).get(name)])))
         for name in states
     ]
     rows = tuple(Row(name, state, 1, 1, "exact") for name, state in states.items())

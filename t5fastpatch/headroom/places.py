@@ -72,7 +72,7 @@ class Magnitude:
 
 def bits(value: float) -> float:
     """The headroom of a magnitude in bits, log2(65504 / value); negative where fp16 cannot hold it."""
-    if math.isnan(value):
+    if not math.isfinite(value):
         return -math.inf
     return math.inf if value == 0 else math.log2(FP16_MAX / value)
 

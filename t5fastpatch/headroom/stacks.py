@@ -22,6 +22,7 @@ class Attention:
         module: upstream's attention module.
         cross: whether keys and values come from another stack's output.
         query, key, value, output: its four products, nn.Linear or what stands in their place.
+        dropout: what its output goes through on the way to the residual stream, or `None`.
     """
 
     norm: nn.Module
@@ -31,6 +32,7 @@ class Attention:
     key: nn.Module
     value: nn.Module
     output: nn.Module
+    dropout: nn.Module | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,11 +43,13 @@ class FeedForward:
         norm: the RMS norm that its input goes through.
         dense: upstream's dense modules, each with `wi` or `wi_0` and `wi_1`, `act` and `wo`: one, or every expert.
         sparse: the module that routes tokens to experts, or `None`.
+        dropout: what its output goes through on the way to the residual stream, or `None`.
     """
 
     norm: nn.Module
     dense: tuple[nn.Module, ...]
     sparse: nn.Module | None
+    dropout: nn.Module | None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -113,12 +117,12 @@ def _sub_layers(block: nn.Module) -> Iterator[Attention | FeedForward]:
     for name, module in block.named_modules():
         played = role(module)
         if played is Role.ATTENTION:
-            yield _attention(name, module, _norm_before(holders[id(module)], "attention"))
+            yield _attention(name, module, holders[id(module)])
         elif played is Role.EXPERTS:
             dense = tuple(each for each in module.modules() if role(each) is Role.FEED_FORWARD)
-            yield FeedForward(_norm_before(holders[id(module)], "mlp"), dense, module)
+            yield _feed_forward(dense, module, holders[id(module)])
         elif played is Role.FEED_FORWARD and ".experts." not in name:
-            yield FeedForward(_norm_before(holders[id(module)], "mlp"), (module,), None)
+            yield _feed_forward((module,), None, holders[id(module)])
 
 
 def _norm_before(holder: nn.Module, part: str) -> nn.Module:
@@ -128,10 +132,16 @@ def _norm_before(holder: nn.Module, part: str) -> nn.Module:
     return norm
 
 
-def _attention(name: str, module: nn.Module, norm: nn.Module) -> Attention:
+def _feed_forward(dense: tuple[nn.Module, ...], sparse: nn.Module | None, holder: nn.Module) -> FeedForward:
+    return FeedForward(_norm_before(holder, "mlp"), dense, sparse, getattr(holder, "dropout", None))
+
+
+def _attention(name: str, module: nn.Module, holder: nn.Module) -> Attention:
     cross = "EncDecAttention" in name or "encoder_decoder_attention" in name
     names = ("q", "k", "v", "o") if hasattr(module, "q") else ("query", "key", "value", "output")
-    return Attention(norm, module, cross, *(getattr(module, each) for each in names))
+    query, key, value, output = (getattr(module, each) for each in names)
+    norm, dropout = _norm_before(holder, "attention"), getattr(holder, "dropout", None)
+    return Attention(norm, module, cross, query, key, value, output, dropout)
 
 
 def _is_decoder(module: nn.Module) -> bool:

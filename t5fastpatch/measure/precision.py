@@ -73,12 +73,16 @@ def in_precision(fp32: Any, precision: Precision) -> Any:
     return copy.deepcopy(fp32).to(precision.dtype)
 
 
+def dtype_keyword() -> str:
+    """What `from_pretrained` of the installed release calls the dtype of the weights."""
+    return "dtype" if int(transformers.__version__.split(".")[0]) >= 5 else "torch_dtype"
+
+
 def _loaded(fp32: Any, dtype: torch.dtype) -> Any:
     # A release says which modules stay in fp32 only while it loads.
-    keyword = "dtype" if int(transformers.__version__.split(".")[0]) >= 5 else "torch_dtype"
     with tempfile.TemporaryDirectory() as folder:
         fp32.save_pretrained(folder)
-        model = type(fp32).from_pretrained(folder, **{keyword: dtype})
+        model = type(fp32).from_pretrained(folder, **{dtype_keyword(): dtype})
     return model.eval().to(fp32.device)
 
 

@@ -18,7 +18,7 @@ import transformers
 
 from ..errors import NotFoundError, NotT5Error, T5FastPatchError
 from ..loading import checked_name, first_line, one_line_errors
-from .precision import Precision, in_precision
+from .precision import Precision, dtype_keyword, in_precision
 from .shapes import random_model
 from .workloads import IGNORED_LABEL, is_seq2seq, text_config
 
@@ -177,16 +177,33 @@ def load(model: str | None, device: str, seed: int = 0) -> Subject:
     Raises:
         T5FastPatchError: there is no such model or device, or the model gives neither text nor hidden states.
     """
-    place = _device(device)
+    place = torch_device(device)
     name = str(DEMO_MODEL) if model is None else checked_name(model)
+    model_as_saved, tokenizer = pretrained(name, place)
+    sentences = held_out(model)
+    shuffled = random.Random(seed).sample(sentences, len(sentences))
+    shown = "the embedded model" if model is None else model
+    return Subject(shown, model_as_saved.float(), tokenizer, shuffled, _held_out_source(model))
+
+
+def pretrained(name: str, device: torch.device, dtype: torch.dtype | str | None = None) -> tuple[Any, Any]:
+    """A model in eval mode and its tokenizer.
+
+    Args:
+        name: a directory or a name on the hub.
+        device: where the model is to be.
+        dtype: of the weights; "auto" for what they are saved in, `None` for what the release takes.
+
+    Raises:
+        T5FastPatchError: they cannot be loaded, do not go together, or give neither text nor hidden states.
+    """
+    options = {} if dtype is None else {dtype_keyword(): dtype}
     with one_line_errors(name):
         config = transformers.AutoConfig.from_pretrained(name)
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-        fp32 = _class_for(config).from_pretrained(name).float().eval().to(place)
+        model = _class_for(config).from_pretrained(name, **options).eval().to(device)
     _check_tokenizer(name, tokenizer, config)
-    sentences = held_out(model)
-    shuffled = random.Random(seed).sample(sentences, len(sentences))
-    return Subject("the embedded model" if model is None else model, fp32, tokenizer, shuffled, _held_out_source(model))
+    return model, tokenizer
 
 
 def with_random_weights(shape: str, device: str, seed: int = 0) -> Subject:
@@ -195,7 +212,7 @@ def with_random_weights(shape: str, device: str, seed: int = 0) -> Subject:
     Raises:
         T5FastPatchError: there is no such shape or device.
     """
-    return Subject(f"{shape} with random weights", random_model(shape, _device(device), seed))
+    return Subject(f"{shape} with random weights", random_model(shape, torch_device(device), seed))
 
 
 def held_out(model: str | None) -> list[Sentence]:
@@ -271,7 +288,12 @@ def _check_tokenizer(name: str, tokenizer: Any, config: Any) -> None:
         raise T5FastPatchError(f"the tokenizer of {name!r} has no padding piece")
 
 
-def _device(name: str) -> torch.device:
+def torch_device(name: str) -> torch.device:
+    """A device of PyTorch's.
+
+    Raises:
+        T5FastPatchError: it is not there, or neither a CPU nor a CUDA device.
+    """
     try:
         device = torch.device(name)
         torch.empty(0, device=device)

@@ -1,0 +1,137 @@
+"""Which of the patches that were asked for go onto which stacks of a model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+
+from torch import nn
+
+from .classwide import process_wide
+from .findings import Survey
+from .headroom.places import Scaling
+from .headroom.stacks import Stack
+from .install import Setup, setup_on
+from .parts import Parts
+from .patch import Patch, StackPatch, State
+from .planning import Evidence, Verdict, check_proven, judge
+from .registry import Selection, check_conflict, rival
+
+Verdicts = Mapping[Stack, Verdict]
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """The patches to be applied, and what was said of each and of every stack.
+
+    Attributes:
+        parts: the model.
+        surveys: what each patch found in its classes.
+        named: the patches that were asked for by their own name.
+        patches: those to be applied to at least one stack, or whatever the stack.
+        verdicts: for each patch that depends on the stack, what was said of every stack.
+    """
+
+    parts: Parts
+    surveys: Mapping[Patch, Survey]
+    named: frozenset[str]
+    patches: list[Patch] = dataclasses.field(default_factory=list)
+    verdicts: dict[Patch, Verdicts] = dataclasses.field(default_factory=dict)
+
+    def setup(self, module: nn.Module, cls: type) -> Setup:
+        """What a module will have."""
+        setup = setup_on(module)
+        for patch in self.patches:
+            verdict = self._verdict(patch, module, cls)
+            if verdict.state is State.APPLIES:
+                setup = setup.plus(patch, scaling=verdict.scaling, proven=verdict.proven)
+        return setup
+
+    def _verdict(self, patch: Patch, module: nn.Module, cls: type) -> Verdict:
+        if not self.parts.has_place(patch, module, cls, self.surveys[patch]) or patch in process_wide(cls):
+            return Verdict(State.ABSENT)
+        stack = self.parts.stack(module)
+        found = self.verdicts[patch].get(stack) if stack is not None else None
+        if found is None:
+            # A module outside every stack has no proof.
+            found = Verdict(State.UNSAFE if patch.unsafe_alone and patch.name not in self.named else State.APPLIES)
+        return found
+
+
+def choose(parts: Parts, selection: Selection, surveys: Mapping[Patch, Survey], evidence: Evidence) -> Choice:
+    """The patches to be applied: all that are named, and those of the presets that nothing speaks against.
+
+    Raises:
+        ConflictError, ScaleError, UnprovenError, UnexpectedSourceError, SourceUnavailableError, ForeignForwardError:
+            for a patch that was named.
+    """
+    choice, on = Choice(parts, surveys, selection.named), parts.on()
+    scaled = {stack: parts.scaling(stack) for stack in parts.every_stack}
+    for patch in _in_order(selection):
+        found, named = surveys[patch], patch.name in selection.named
+        if named and found.refusal is not None and patch not in on:
+            raise found.refusal
+        if found.state is not State.APPLIES:
+            continue
+        others = [each for each in (*on, *choice.patches) if each.name != _first(patch)]
+        if named:
+            check_conflict(patch, on)
+        elif rival(patch, others) is not None:
+            continue
+        verdicts = _verdicts(patch, choice, scaled, evidence)
+        if named:
+            check_proven(patch, verdicts)
+        choice.verdicts[patch] = verdicts
+        if _anywhere(patch, verdicts.values(), named):
+            choice.patches.append(patch)
+        scaled |= {stack: verdict.scaling for stack, verdict in verdicts.items() if verdict.scaling is not None}
+    return choice
+
+
+def _in_order(selection: Selection) -> list[Patch]:
+    """Named ones first: where two exclude each other, the one that was asked for stays.
+
+    But what scales comes before all, since a proof is of the scaled stack.
+    """
+    return sorted(selection.patches, key=lambda patch: (not _scales(patch), patch.name not in selection.named))
+
+
+def _anywhere(patch: Patch, verdicts: Iterable[Verdict], named: bool) -> bool:
+    states = {verdict.state for verdict in verdicts}
+    return State.APPLIES in states if states else named or not (patch.unsafe_alone or _scales(patch))
+
+
+def _verdicts(patch: Patch, choice: Choice, scaled: Mapping[Stack, Scaling], evidence: Evidence) -> Verdicts:
+    """What can be said of a patch that depends on the stack; nothing for one that does not."""
+    if not (patch.unsafe_alone or _scales(patch)):
+        return {}
+    parts, named = choice.parts, patch.name in choice.named
+    places = [module for module, cls in parts.modules if parts.has_place(patch, module, cls, choice.surveys[patch])]
+    stacks = dict.fromkeys(stack for module in places if (stack := parts.stack(module)) is not None)
+    if named and not patch.needs_proof and not _scales(patch):
+        # Its name is enough; a proof may cost seconds.
+        return {stack: Verdict(State.APPLIES) for stack in stacks}
+    held_back = _held_back(patch, choice) if not named else None
+    return {
+        stack: judge(patch, stack, scaled[stack], evidence)
+        if held_back is None or stack in held_back
+        else Verdict(State.NEEDLESS, f"not where {_first(patch)} is enough")
+        for stack in stacks
+    }
+
+
+def _held_back(patch: Patch, choice: Choice) -> set[Stack] | None:
+    """The stacks that a fallback is for; `None` for a patch that is none here."""
+    first = next((each for each in choice.surveys if each.name == _first(patch)), None)
+    if first is None:
+        return None
+    said = choice.verdicts.get(first, {})
+    return {stack for stack, verdict in said.items() if verdict.state is State.UNSAFE}
+
+
+def _first(patch: Patch) -> str:
+    return patch.fallback_for if isinstance(patch, StackPatch) else ""
+
+
+def _scales(patch: Patch) -> bool:
+    return isinstance(patch, StackPatch) and bool(patch.scales)
