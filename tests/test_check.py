@@ -41,7 +41,7 @@ def observed(model: Any, *batches: Any) -> dict[Key, float]:
 
 
 def largest(tensor: torch.Tensor) -> float:
-    return float(tensor.abs().max())
+    return float(tensor.abs().max()) if tensor.numel() else 0.0  # an expert that no token chose
 
 
 def overflowing(kind: zoo.Kind = T5, factor: float = 1e5) -> Any:

@@ -9,7 +9,7 @@ from torch import nn
 
 from ..errors import T5FastPatchError
 from ..findings import upstream_class
-from ..registry import Role
+from ..patch import Role
 from .places import FP16_MAX
 from .stacks import Attention, Stack, role
 

@@ -46,5 +46,5 @@ def overflows(headroom: Headroom, stack: str, scaling: Scaling, margin_bits: flo
 
 def _largest_power(magnitudes: list[Magnitude], margin_bits: float) -> float:
     largest = max((each.value for each in magnitudes), default=0.0) * 2**margin_bits
-    exponent = 0 if largest <= FP16_MAX else -math.ceil(math.log2(largest / FP16_MAX))
-    return 2.0**exponent
+    mantissa, exponent = math.frexp(largest / FP16_MAX)
+    return 2.0 ** min(0, (mantissa == 0.5) - exponent)
