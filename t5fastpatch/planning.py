@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,12 +27,14 @@ class Verdict:
         why: a sentence.
         scaling: the stack's scaling under the patch, for one that scales.
         proven: whether it may be on because of a proof.
+        assumes: what the figures behind it take for granted, as sentences.
     """
 
     state: State
     why: str = ""
     scaling: Scaling | None = None
     proven: bool = False
+    assumes: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -97,7 +99,8 @@ def _scaled(patch: StackPatch, stack: Stack, evidence: Evidence) -> Verdict:
         elif found.stream == 1.0 and not patch.wide:
             return Verdict(State.NEEDLESS, f"fits as it is, {_after(stack, found, evidence)}")
         else:
-            return Verdict(State.APPLIES, f"scale {_power(found.stream)}, {_after(stack, found, evidence)}", found)
+            why = f"scale {_power(found.stream)}, {_after(stack, found, evidence)}"
+            return Verdict(State.APPLIES, why, found, assumes=tuple(headroom.assumes.get(stack.name, ())))
     return Verdict(State.UNSAFE, f"{'; '.join(objections)}: give batches, or a scale")
 
 
@@ -111,7 +114,8 @@ def _proven(patch: Patch, stack: Stack, now: Scaling, evidence: Evidence) -> Ver
             continue
         beyond = overflows(headroom, stack.name, now, margin_of(headroom))
         if not beyond:
-            return Verdict(State.APPLIES, f"safe, {_after(stack, now, evidence)}", proven=True)
+            why, assumes = f"safe, {_after(stack, now, evidence)}", tuple(headroom.assumes.get(stack.name, ()))
+            return Verdict(State.APPLIES, why, proven=True, assumes=assumes)
         worst = max(beyond, key=lambda each: each.under(now))
         reach = f"{worst.place.value} may reach {worst.under(now):.3g} by the {headroom.source}"
         objections.append(f"{reach}, fp16 holds 65504")
@@ -170,6 +174,16 @@ def reasons(verdicts: Mapping[Stack, Verdict]) -> str:
     if len(said) == 1:
         return next(iter(said))
     return "; ".join(f"{stack.name}: {verdict.why}" for stack, verdict in verdicts.items() if verdict.why)
+
+
+def assumptions(said: Iterable[Mapping[Stack, Verdict]]) -> tuple[str, ...]:
+    """What the verdicts by which something applies take for granted, each sentence with the stacks it is about."""
+    found: dict[str, dict[str, None]] = {}
+    for verdicts in said:
+        for stack, verdict in verdicts.items():
+            for assumed in verdict.assumes if verdict.state is State.APPLIES else ():
+                found.setdefault(assumed, {})[stack.name] = None
+    return tuple(f"{assumed} ({', '.join(names)})" for assumed, names in found.items())
 
 
 def check_proven(patch: Patch, verdicts: Mapping[Stack, Verdict]) -> None:
