@@ -146,7 +146,8 @@ def wide(tensor: torch.Tensor) -> torch.Tensor:
 
 def _read(module: nn.Module, names: Names) -> torch.Tensor:
     weight = _stored(module, names)
-    largest = float(torch.linalg.vector_norm(weight, torch.inf))
+    low, high = torch.aminmax(weight)
+    largest = float(torch.maximum(-low, high))
     if not largest <= FP16_MAX:
         what = f"{largest:.4g}, which fp16 cannot hold" if largest < torch.inf else "NaN or infinity"
         raise NoProofError(f"the weight of {names.of(module)} holds {what}")
