@@ -119,8 +119,8 @@ def largest_bound(model: nn.Module) -> float:
     return max(each.value for each in found if each.place in CHECKED)
 
 
-def train(fp32: Any, run: Run, given: Sequence[Batch], steps: int) -> Course:
-    """Fine-tunes a copy of the model with AdamW."""
+def train(fp32: Any, run: Run, given: Sequence[Batch], steps: int, bound_every: int = 0) -> Course:
+    """Fine-tunes a copy of the model with AdamW; computes the bound every so many steps, or never."""
     model, half = copy.deepcopy(fp32).train(), run.dtype is torch.float16
     if run.twin:
         scale_up(model, TWIN)
@@ -133,7 +133,7 @@ def train(fp32: Any, run: Run, given: Sequence[Batch], steps: int) -> Course:
     course = Course()
     torch.manual_seed(run.seed)
     for step in range(steps):
-        if step % BOUND_EVERY == 0:
+        if bound_every and step % bound_every == 0:
             course.bounds[step] = largest_bound(model)
         with torch.autocast("cpu", torch.float16, enabled=half):
             loss = loss_of(model, given[step % len(given)])
@@ -144,7 +144,8 @@ def train(fp32: Any, run: Run, given: Sequence[Batch], steps: int) -> Course:
         course.non_finite += not gradients_are_finite(model)
         scaler.step(optimizer)
         scaler.update()
-    course.bounds[steps] = largest_bound(model)
+    if bound_every:
+        course.bounds[steps] = largest_bound(model)
     return course
 
 
@@ -217,7 +218,7 @@ def main(
     given = training_batches(subject)
     courses: dict[Run, Course] = {}
     for run in RUNS:
-        courses[run] = train(subject.fp32, run, given, steps)
+        courses[run] = train(subject.fp32, run, given, steps, BOUND_EVERY)
         typer.echo(f"{run.name}: {courses[run].last():.4f}")
     rows = [row(run, courses) for run in RUNS]
     document = {
