@@ -162,7 +162,7 @@ def _stored(module: nn.Module, names: Names) -> torch.Tensor:
         hooks = getattr(hook, "hooks", [hook])
         maps = [each.weights_map for each in hooks if getattr(each, "weights_map", None) is not None]
         if not maps:
-            raise NoProofError(f"{names.of(module)} has no weights: it is on the meta device")
+            raise NoProofError("its weights are on the meta device")
         weight = maps[0]["weight"]
     if type(weight) not in (nn.Parameter, torch.Tensor) or weight.dtype not in _FLOATING or weight.numel() == 0:
         raise NoProofError(f"the weight of {names.of(module)} is not a plain floating tensor")

@@ -201,7 +201,7 @@ def _said(patch: Patch, found: Row, outcome: Outcome | None, report: Report) -> 
         return found.state, f"alone it is on only where there is headroom without {scaled[0]}"
     if patch.unsafe_alone and scaled:
         return State.UNSAFE, f"on by its name alone, as in no preset: its proof of headroom rests on {scaled[0]}"
-    return found.state, ""
+    return found.state, found.why
 
 
 def _applies(report: Report, patch: Patch) -> bool:
