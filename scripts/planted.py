@@ -8,15 +8,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
 # A checkout need not be installed; the models are those of the tests.
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 import zoo
 from torch import nn
 
 from t5fastpatch.headroom.stacks import Attention, FeedForward, Stack, stacks_of
+
+ROOT = Path(__file__).parents[1]
 
 Batch = dict[str, torch.Tensor]
 
@@ -26,7 +28,6 @@ ATTENTION_SHARE = 1 / 8  # of the peak that the attention's outputs reach; the f
 ADDED = 0.7  # what all sub-layers together add to the other channels, for an entry of 1
 LOGITS_SPREAD = 3.0
 SIZES = {"d_model": 64, "d_ff": 128}
-CORNERS = 64  # a bounding box on a grid of so many, so that rounding it to half precision moves it to no other cell
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,8 +81,6 @@ class Planted:
         if "flattened_patches" in batch:
             patches = batch["flattened_patches"]
             patches[:, :, 2:] = torch.randn(patches[:, :, 2:].shape, generator=generator)
-        if "bbox" in batch:
-            batch["bbox"] = (batch["bbox"] * CORNERS).round() / CORNERS
         return batch
 
 
