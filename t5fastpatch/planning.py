@@ -13,7 +13,7 @@ from torch import nn
 
 from .errors import ScaleError, UnprovenError, WrongTypeError
 from .headroom.places import FP16_MAX, Headroom, Scaling, bits
-from .headroom.scaling import CHECKED, SMALLEST_NORMAL, fit, margin_of, missing, overflows
+from .headroom.scaling import CHECKED, SMALLEST_NORMAL, fit, harmless, margin_of, missing, overflows
 from .headroom.stacks import Stack
 from .patch import Patch, StackPatch, State
 
@@ -25,7 +25,7 @@ class Verdict:
     Attributes:
         state: `APPLIES`, `NEEDLESS` or `UNSAFE`.
         why: a sentence.
-        scaling: the stack's scaling under the patch, for one that scales.
+        scaling: the stack's scaling, under a patch that scales; of an unsafe verdict, what may be had without proof.
         proven: whether it may be on because of a proof.
         assumes: what the figures behind it take for granted, as sentences.
     """
@@ -91,17 +91,24 @@ def _scaled(patch: StackPatch, stack: Stack, evidence: Evidence) -> Verdict:
         return Verdict(State.APPLIES, why, scaling)
     if not patch.wide and _is_bfloat16(stack):
         return Verdict(State.NEEDLESS, "bfloat16 holds what fp32 holds")
-    objections = []
+    objections, unproven = [], None
     for headroom in evidence.of(stack):
         found, objection = fit(stack, headroom, patch.scales, wide=patch.wide)
         if objection or found is None:
             objections.append(objection)
+            unproven = unproven if found is None else harmless(found, stack)
         elif found.stream == 1.0 and not patch.wide:
             return Verdict(State.NEEDLESS, f"fits as it is, {_after(stack, found, evidence)}")
         else:
             why = f"scale {_power(found.stream)}, {_after(stack, found, evidence)}"
             return Verdict(State.APPLIES, why, found, assumes=tuple(headroom.assumes.get(stack.name, ())))
-    return Verdict(State.UNSAFE, f"{'; '.join(objections)}: give batches, or a scale")
+    return Verdict(State.UNSAFE, f"{'; '.join(objections)}: give batches, or a scale", unproven)
+
+
+def without_proof(verdict: Verdict) -> Verdict:
+    """The verdict by which a stack is rescaled as far as costs nothing, though nothing says that this is enough."""
+    assert verdict.scaling is not None
+    return Verdict(State.APPLIES, f"scale {_power(verdict.scaling.stream)}, no proof: {verdict.why}", verdict.scaling)
 
 
 def _proven(patch: Patch, stack: Stack, now: Scaling, evidence: Evidence) -> Verdict:

@@ -44,10 +44,16 @@ def fit(
     found = proposed(headroom, stack.name, margin_of(headroom), places, wide=wide)
     if found is None:
         return None, f"by the {headroom.source} a magnitude is infinite"
-    if found.stream < smallest_scale(stack) and not wide:
+    if found.stream < smallest_scale(stack):
         scale = f"2^{math.log2(found.stream):.0f}"
         return found, f"by the {headroom.source} a scale of {scale} is needed, at which small values lose bits"
     return found, ""
+
+
+def harmless(scaling: Scaling, stack: Stack) -> Scaling:
+    """The scaling nearest to `scaling` at which a stack's small values lose no bits."""
+    smallest = 2.0 ** math.ceil(math.log2(smallest_scale(stack)))
+    return Scaling(max(scaling.stream, smallest), max(scaling.hidden, smallest), scaling.wide)
 
 
 def missing(stack: Stack, headroom: Headroom, *, wide: bool = False) -> bool:
