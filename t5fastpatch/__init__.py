@@ -26,7 +26,8 @@ if TYPE_CHECKING:
         WrongTypeError,
     )
     from .headroom.check import check
-    from .registry import Contract, ForwardPatch, Role, SourcePatch, State, list_patches, register
+    from .patch import Contract, ForwardPatch, Role, SourcePatch, StackPatch, State
+    from .registry import list_patches, register
 
 __version__ = "0.1.0"
 
@@ -64,9 +65,8 @@ __all__ = [
 # Imported at first use: the start-up hook imports this package in every process, and must not pull in torch.
 _MODULES = dict.fromkeys(("apply", "patched", "remove", "status"), "engine")
 _MODULES["check"] = "headroom.check"
-_MODULES |= dict.fromkeys(
-    ("Contract", "ForwardPatch", "Role", "SourcePatch", "State", "list_patches", "register"), "registry"
-)
+_MODULES |= dict.fromkeys(("Contract", "ForwardPatch", "Role", "SourcePatch", "StackPatch", "State"), "patch")
+_MODULES |= dict.fromkeys(("list_patches", "register"), "registry")
 
 
 def __getattr__(name: str) -> Any:

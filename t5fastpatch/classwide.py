@@ -9,7 +9,7 @@ from __future__ import annotations
 from types import FunctionType
 
 from .families import Family
-from .findings import family_classes, survey, transformers_version
+from .findings import family_classes, finding, survey, transformers_version
 from .install import LOCK, new_function
 from .patch import ForwardPatch, Patch, StackPatch, State
 from .registry import Selection, rival
@@ -60,6 +60,9 @@ def enable(family: Family, selection: Selection) -> Report:
 
 
 def _put(cls: type, patches: tuple[Patch, ...], upstream: FunctionType, function: FunctionType) -> None:
+    for patch in patches:
+        for name, member in finding(patch, cls).members.items():
+            setattr(cls, name, member)
     if any(isinstance(patch, ForwardPatch) for patch in patches):
         wrapped = rewrap(upstream, innermost(upstream), function)
         ORIGINAL_FORWARD[cls] = upstream, wrapped

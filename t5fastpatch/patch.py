@@ -112,12 +112,14 @@ class Patch:
         raise NotImplementedError
 
 
-def _found(name: str, method: Method, edits: list[Edit], sites: int) -> Finding:
+def _found(name: str, method: Method, edits: list[Edit], sites: int | tuple[int, ...]) -> Finding:
     """What has been found, once the edits are counted and known to give a function."""
     if not edits:
         return Finding(State.UPSTREAM)
-    if len(edits) != sites:
-        raise UnexpectedSourceError(f"number of places found: {len(edits)}, expected: {sites}")
+    expected = sites if isinstance(sites, tuple) else (sites,)
+    if len(edits) not in expected:
+        known = " or ".join(map(str, expected))
+        raise UnexpectedSourceError(f"number of places found: {len(edits)}, expected: {known}")
     method.edited(edits, name)
     return Finding(State.APPLIES, edits=tuple(edits))
 
@@ -130,13 +132,13 @@ class SourcePatch(Patch):
         role: the classes it looks at.
         edits: gives the edits for a method, or raises `UnexpectedSourceError` where the source is like the pattern
             but not the pattern. No edits means that upstream no longer has it.
-        sites: how many edits a method must give.
+        sites: how many edits a method must give; several numbers where upstream writes the pattern in several ways.
         members: functions that the new text calls on `self`; their names begin with "t5fastpatch_".
     """
 
     role: Role
     edits: Callable[[Method], list[Edit]]
-    sites: int
+    sites: int | tuple[int, ...]
     members: Mapping[str, Any] = dataclasses.field(default_factory=dict, kw_only=True)
 
     @property

@@ -15,7 +15,17 @@ from .messages import say
 from .patch import Contract, ForwardPatch, Patch, Role, SourcePatch, StackPatch
 
 ENTRY_POINT_GROUP = "t5fastpatch.patches"
-BUILTIN = ("residual_rescale", "residual_fp32", "wo_half", "skip_inf_check", "softmax_dtype", "layer_norm")
+BUILTIN = (
+    "residual_rescale",
+    "residual_fp32",
+    "wo_half",
+    "skip_inf_check",
+    "softmax_dtype",
+    "layer_norm",
+    "eager_scores",
+    "local_scores",
+    "wo_without_weight",
+)
 
 
 def _any(patch: Patch) -> bool:
@@ -196,8 +206,10 @@ def _check_patch(patch: Patch) -> None:
     for field in calls[type(patch)]:
         if not callable(getattr(patch, field)):
             raise InvalidPatchError(f"{patch.name}: {field} must be a function")
-    if isinstance(patch, SourcePatch) and not (isinstance(patch.sites, int) and patch.sites >= 1):
-        raise InvalidPatchError(f"{patch.name}: sites is the number of edits a method must give, at least 1")
+    if isinstance(patch, SourcePatch):
+        counts = patch.sites if isinstance(patch.sites, tuple) else (patch.sites,)
+        if not counts or not all(isinstance(count, int) and count >= 1 for count in counts):
+            raise InvalidPatchError(f"{patch.name}: sites is the number of edits a method must give, at least 1")
 
 
 @functools.cache

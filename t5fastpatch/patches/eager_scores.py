@@ -1,0 +1,154 @@
+"""`eager_scores`: eager attention's scores, bias and mask in fp32, in fp16 models.
+
+In fp16 a score above 65504 is infinite. So is a masked one, as soon as a negative position bias is added to the mask,
+which holds fp16's smallest number; a row that is masked altogether then has no finite score, and its softmax is NaN.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import UnexpectedSourceError
+from ..patch import Contract, Role, SourcePatch
+from ..rewrite import Edit, Method
+from ..scores import wide_scores
+
+# A mask holds fp16's smallest number, or that and a bias; nothing else is anywhere near it.
+_MASKED = torch.finfo(torch.float16).min / 2
+
+
+def attention_scores(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """q.k, shape (..., query_length, key_length): in fp32 if they are fp16, in their own dtype otherwise."""
+    if query.dtype == torch.float16:
+        return wide_scores(query, key)
+    return torch.matmul(query, key.transpose(-1, -2))
+
+
+def wide_bias(bias: torch.Tensor) -> torch.Tensor:
+    """A mask or bias; in fp32 if it is fp16, and then with fp32's smallest number for what is masked."""
+    if bias.dtype != torch.float16:
+        return bias
+    return bias.float().masked_fill(bias < _MASKED, torch.finfo(torch.float32).min)
+
+
+def eager_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    position_bias: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention behind transformers' attention interface.
+
+    Args:
+        query, key, value: shape (batch, heads, length, d).
+        attention_mask: added to the scores; shape (batch, 1, query_length, key_length).
+        position_bias: added to the scores; shape (1 or batch, heads, query_length, key_length).
+
+    Returns:
+        The output, shape (batch, query_length, heads, d), and the attention weights.
+    """
+    scores = attention_scores(query, key)
+    if scaling != 1.0:
+        scores = scores * scaling
+    if position_bias is not None:
+        scores = scores + position_bias
+    if attention_mask is not None:
+        scores = scores + wide_bias(attention_mask)
+    weights = nn.functional.softmax(scores, dim=-1)
+    if query.dtype == torch.float16:
+        weights = weights.type_as(value)
+    weights = nn.functional.dropout(weights, p=dropout, training=module.training)
+    return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
+
+
+def edits(method: Method) -> list[Edit]:
+    """Puts the functions above in the place of upstream's.
+
+    Where the forward hands the work to `eager_attention_forward`, that is one name. Where it does the work itself,
+    these are the product of queries and keys, the mask that is added to the position bias, the bias that is added to
+    the scores, and the weights, which become half again before their dropout. Pix2Struct's vision attention has no
+    such mask: it makes a bias of the scores' dtype.
+
+    Raises:
+        UnexpectedSourceError: the forward multiplies queries and keys, and the rest is not as known.
+    """
+    names = [node for node in ast.walk(method.tree) if isinstance(node, ast.Name)]
+    calls = [name for name in names if name.id == "eager_attention_forward"]
+    if calls:
+        return [method.replace(call, "self.t5fastpatch_eager_attention") for call in calls]
+    return [edit for product in _products(method.tree) for edit in _written_out(method, product)]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Product:
+    """`scores = torch.matmul(query, key.transpose(3, 2))`."""
+
+    node: ast.Call
+    scores: str
+    query: str
+    key: str
+
+
+def _products(tree: ast.AST) -> Iterator[_Product]:
+    for node in ast.walk(tree):
+        match node:
+            case ast.Assign(
+                targets=[ast.Name(id=scores)],
+                value=ast.Call(
+                    args=[ast.Name(id=query), ast.Call(func=ast.Attribute(value=ast.Name(id=key), attr="transpose"))]
+                ) as call,
+            ):
+                spellings = (f"torch.matmul({query}, {key}.transpose({dims}))" for dims in ("3, 2", "-1, -2"))
+                if ast.unparse(call) in spellings:
+                    yield _Product(call, scores, query, key)
+
+
+def _written_out(method: Method, product: _Product) -> list[Edit]:
+    masks, biases, weights, values = [], [], [], []
+    for node in ast.walk(method.tree):
+        match node:
+            case ast.Assign(
+                targets=[ast.Name(id="position_bias")],
+                value=ast.BinOp(left=ast.Name(id="position_bias"), op=ast.Add(), right=ast.Name() as mask),
+            ):
+                masks.append(mask)
+            case ast.AugAssign(target=ast.Name(id=product.scores), op=ast.Add(), value=ast.Name() as bias):
+                biases.append(bias)
+            case ast.Call(func=ast.Attribute(attr="dropout"), args=[ast.Name() as dropped]):
+                weights.append(dropped)
+            case ast.Call(func=ast.Attribute(attr="matmul"), args=[ast.Name(), ast.Name() as value]):
+                values.append(value)
+    if not (len(biases) == len(weights) == len(values) == 1):
+        raise UnexpectedSourceError("the scores are not followed by one bias, one dropout and one product with values")
+    (dropped,), (value,) = weights, values
+    return [
+        method.replace(product.node, f"self.t5fastpatch_scores({product.query}, {product.key})"),
+        *(method.replace(each, f"self.t5fastpatch_bias({each.id})") for each in (*masks, *biases)),
+        method.replace(dropped, f"{dropped.id}.type_as({value.id})"),
+    ]
+
+
+PATCH = SourcePatch(
+    name="eager_scores",
+    summary="eager attention's scores, bias and mask in fp16 -> in fp32, which holds them all",
+    contract=Contract.EXACT_IN_FP32,
+    role=Role.ATTENTION,
+    edits=edits,
+    sites=(1, 3, 4),
+    members={
+        "t5fastpatch_scores": staticmethod(attention_scores),
+        "t5fastpatch_bias": staticmethod(wide_bias),
+        "t5fastpatch_eager_attention": staticmethod(eager_attention),
+    },
+)
