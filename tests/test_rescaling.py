@@ -482,3 +482,236 @@ def test_autocast_gives_the_same_results(dtype: torch.dtype) -> None:
         assert torch.equal(stock, patched)
     else:
         assert torch.allclose(stock.float(), patched.float(), atol=0.05, rtol=0.02)
+
+
+def overflowing(factor: float = 60.0) -> tuple[Any, dict[str, Any]]:
+    """A gated model whose hidden products and sums pass 65504 by far, in fp32."""
+    model = GATED.build()
+    with torch.no_grad():
+        for _, name, linear in linears(model, "wi_0", "wi_1", "wo"):
+            linear.weight *= factor * (4 if name == "wo" else 1)
+    return model, zoo.text_inputs()
+
+
+def encoded(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    with torch.no_grad():
+        states: torch.Tensor = model.get_encoder()(**inputs).last_hidden_state
+    return states
+
+
+def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
+    return torch.nn.functional.cosine_similarity(a.float(), b.float(), dim=-1).min().item()
+
+
+@both
+def test_in_fp16_what_overflows_in_stock_is_finite_and_near_fp32(patch: str) -> None:
+    model, inputs = overflowing()
+    true = encoded(model, inputs)
+    model.half()
+    assert cosine(encoded(model, inputs), true) < 0.9
+    rescaled(model, patch, 2.0**-12)
+    assert cosine(encoded(model, inputs), true) > 0.9999
+
+
+ROWS, WIDE = 8, 256
+
+
+def product(bias: bool = False, seed: int = 0) -> tuple[nn.Linear, torch.Tensor]:
+    """A linear and an input in fp16, the product far beyond 65504."""
+    torch.manual_seed(seed)
+    linear = nn.Linear(WIDE, 64, bias=bias)
+    with torch.no_grad():
+        linear.weight.mul_(1000)
+    return linear.half(), (torch.randn(2, ROWS, WIDE) * 500).half()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_product_that_overflows_is_scaled_before_it_is_rounded(bias: bool) -> None:
+    linear, x = product(bias)
+    with torch.no_grad():
+        exact = copy.deepcopy(linear).double()(x.double()) * SCALE
+        assert linear(x).isinf().sum() > 100
+        scaled = scaled_product(linear, x, SCALE)
+    assert scaled.dtype == torch.float16
+    assert ((scaled.double() - exact).abs() <= 1e-3 * exact.abs() + 0.05).all()
+
+
+@pytest.mark.parametrize("shape", [(0, WIDE), (2, 0, WIDE), (1, WIDE), (WIDE,), (2, 3, 4, WIDE)], ids=str)
+def test_a_product_has_the_shape_of_the_linear_it_stands_for(shape: tuple[int, ...]) -> None:
+    linear, x = nn.Linear(WIDE, 64, bias=False), torch.randn(shape)
+    assert torch.equal(scaled_product(linear, x, SCALE), linear(x) * SCALE)
+
+
+class Products(nn.Module):
+    """A scaled product and what follows one: a residual sum."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return residual + scaled_product(self.linear, x, SCALE)
+
+
+def compiled(module: nn.Module, *arguments: torch.Tensor) -> Any:
+    torch._dynamo.reset()
+    return torch.compile(module, fullgraph=True)
+
+
+def exported(module: nn.Module, *arguments: torch.Tensor) -> Any:
+    return torch.export.export(module, arguments).module()
+
+
+def loosely_exported(module: nn.Module, *arguments: torch.Tensor) -> Any:
+    return torch.export.export(module, arguments, strict=False).module()
+
+
+def decomposed(module: nn.Module, *arguments: torch.Tensor) -> Any:
+    return torch.export.export(module, arguments).run_decompositions().module()
+
+
+def traced(module: nn.Module, *arguments: torch.Tensor) -> Any:
+    return torch.jit.trace(module, arguments)
+
+
+@pytest.mark.parametrize("way", [compiled, exported, loosely_exported, decomposed, traced])
+@pytest.mark.parametrize("rows", [1, 8])
+def test_no_compiler_rounds_before_it_scales(way: Any, rows: int) -> None:
+    linear, x = product()
+    x = x[:1, :rows]
+    with torch.no_grad():
+        exact = copy.deepcopy(linear).double()(x.double()) * SCALE
+        result = way(Products(linear), x, torch.zeros(1, rows, 64).half())(x, torch.zeros(1, rows, 64).half())
+    assert ((result.double() - exact).abs() <= 1e-3 * exact.abs() + 0.05).all()
+
+
+def test_a_compiler_that_multiplies_by_zero_reads_a_number() -> None:
+    """Inductor writes a product of one row and few columns out, with beta times the first argument."""
+    linear = nn.Linear(8, 8, bias=False)
+    x = torch.randn(1, 1, 8)
+    with torch.no_grad():
+        torch._dynamo.reset()
+        function = torch.compile(Products(linear), fullgraph=True)
+        torch.full((64,), torch.nan)  # what freed memory may hold
+        result = function(x, torch.zeros(1, 1, 8))
+    assert torch.allclose(result, linear(x) * SCALE)
+
+
+@pytest.mark.parametrize("way", [compiled, exported, decomposed])
+def test_a_whole_encoder_compiles_to_one_graph_and_stays_finite(way: Any) -> None:
+    model, inputs = overflowing()
+    true = encoded(model, inputs)
+    encoder = rescaled(model.half().get_encoder(), scale=2.0**-12)
+
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = encoder
+
+        def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+            states: torch.Tensor = self.encoder(input_ids=input_ids, attention_mask=attention_mask)[0]
+            return states
+
+    arguments = (inputs["input_ids"], inputs["attention_mask"])
+    with torch.no_grad():
+        states = way(Encoder(), *arguments)(*arguments)
+    assert cosine(states, true) > 0.9999
+
+
+def test_the_hidden_product_and_the_sums_have_scales_of_their_own() -> None:
+    """The hidden product may be large where the sums are not, and the other way round."""
+    model, batch = GATED.build(), GATED.batch()
+    with torch.no_grad():
+        stock = model(**batch)
+        for scaling in (Scaling(2.0**-8, 2.0**-3), Scaling(2.0**-8, 1.0), Scaling(2.0**-3, 2.0**-3, True)):
+            name = "residual_fp32" if scaling.wide else "residual_rescale"
+            rescaled(model, name)
+            patch = registry.get_patch(name)
+            seen: dict[str, torch.Tensor] = {}
+            _at(model, patch, scaling)
+            dense = model.encoder.block[0].layer[-1].DenseReluDense
+            hooks = [dense.wo.register_forward_pre_hook(lambda module, inputs: seen.update(hidden=inputs[0]))]
+            hooks.append(dense.register_forward_hook(lambda module, inputs, output: seen.update(branch=output)))
+            assert same(stock, model(**batch))
+            scaled = dict(seen)
+            t5fastpatch.remove(model)
+            model(**batch)
+            for hook in hooks:
+                hook.remove()
+            # A hooked wo has its input scaled: what it reads is at the stream's scale then.
+            assert torch.equal(scaled["branch"], seen["branch"] * scaling.stream)
+            assert torch.equal(scaled["hidden"], seen["hidden"] * scaling.stream)
+
+
+def _at(model: nn.Module, patch: Any, scaling: Scaling) -> None:
+    from t5fastpatch.install import exchange_classes, patched_class
+
+    exchange_classes(
+        [
+            (module, patched_class(module, setup_on(module).plus(patch, scaling=scaling), ()))
+            for module in model.modules()
+            if patch in setup_on(module).patches
+        ]
+    )
+
+
+class OtherAttention(getattr(transformers.models.t5.modeling_t5, "T5Attention")):  # type: ignore[misc]
+    """An attention with a forward of its own: nobody knows what it multiplies."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+
+class OtherDense(getattr(transformers.models.t5.modeling_t5, "T5DenseActDense")):  # type: ignore[misc]
+    """A feed-forward of someone else's."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        states: torch.Tensor = self.wo(self.act(self.wi(hidden_states)))
+        return states
+
+
+class OtherNorm(nn.Module):
+    """An RMS norm of someone else's."""
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.weight, self.eps = norm.weight, norm.variance_epsilon
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+def put_other_attention(model: Any) -> None:
+    model.encoder.block[1].layer[0].SelfAttention.__class__ = OtherAttention
+
+
+def put_other_dense(model: Any) -> None:
+    model.decoder.block[0].layer[-1].DenseReluDense.__class__ = OtherDense
+
+
+def put_other_norm(model: Any) -> None:
+    layer = model.encoder.block[1].layer[0]
+    layer.layer_norm = OtherNorm(layer.layer_norm)
+
+
+def put_other_final_norm(model: Any) -> None:
+    model.decoder.final_layer_norm = OtherNorm(model.decoder.final_layer_norm)
+
+
+@both
+@pytest.mark.parametrize("put", [put_other_attention, put_other_dense, put_other_norm, put_other_final_norm])
+def test_a_part_that_is_not_upstreams_is_never_left_unscaled(put: Any, patch: str) -> None:
+    """Half a rescaled stack computes nonsense: it is refused, or gives the same bits."""
+    model, batch = T5.build(), T5.batch()
+    put(model)
+    with torch.no_grad():
+        stock = model(**batch)
+        try:
+            t5fastpatch.apply(model, patch, scale=SCALE)
+        except T5FastPatchError as error:
+            assert patch in str(error)
+            assert t5fastpatch.status(model)[patch].state is not State.ON
+        for preset in ("safe", "fast", "accurate"):
+            with t5fastpatch.patched(model, preset):
+                assert torch.allclose(stock.logits, model(**batch).logits, atol=1e-4)
+        assert same(stock, model(**batch))
