@@ -585,18 +585,6 @@ def test_no_compiler_rounds_before_it_scales(way: Any, rows: int) -> None:
     assert ((result.double() - exact).abs() <= 1e-3 * exact.abs() + 0.05).all()
 
 
-def test_a_compiler_that_multiplies_by_zero_reads_a_number() -> None:
-    """Inductor writes a product of one row and few columns out, with beta times the first argument."""
-    linear = nn.Linear(8, 8, bias=False)
-    x = torch.randn(1, 1, 8)
-    with torch.no_grad():
-        torch._dynamo.reset()
-        function = torch.compile(Products(linear), fullgraph=True)
-        torch.full((64,), torch.nan)  # what freed memory may hold
-        result = function(x, torch.zeros(1, 1, 8))
-    assert torch.allclose(result, linear(x) * SCALE)
-
-
 @pytest.mark.parametrize("way", [compiled, exported, decomposed])
 def test_a_whole_encoder_compiles_to_one_graph_and_stays_finite(way: Any) -> None:
     model, inputs = overflowing()
@@ -713,5 +701,6 @@ def test_a_part_that_is_not_upstreams_is_never_left_unscaled(put: Any, patch: st
             assert t5fastpatch.status(model)[patch].state is not State.ON
         for preset in ("safe", "fast", "accurate"):
             with t5fastpatch.patched(model, preset):
-                assert torch.allclose(stock.logits, model(**batch).logits, atol=1e-4)
+                close = torch.allclose(stock.logits, model(**batch).logits, atol=1e-4)
+                assert close
         assert same(stock, model(**batch))
