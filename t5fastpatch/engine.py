@@ -63,7 +63,7 @@ def apply(
         parts.check_device()
         selection = _with_what_rests(selection, parts)
         surveys = parts.surveys(selection.patches)
-        evidence = Evidence(parts.stacks, None if batches is None else list(batches), scale)
+        evidence = Evidence(parts.stacks, batches, scale)
         choice = choose(parts, selection, surveys, evidence)
         _check_some_effect(choice, selection)
         setups = [(module, cls, choice.setup(module, cls)) for module, cls in parts.modules]

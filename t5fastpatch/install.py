@@ -231,9 +231,8 @@ def _derive(base: type[nn.Module], setup: Setup, made: dict[str, Any]) -> Any:
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
+        "_load_from_state_dict": _without_proof(base),
     }
-    if setup.proven:
-        namespace["_load_from_state_dict"] = _without_proof(base)
     try:
         derived: Any = type(base.__name__, (base,), dict(namespace))
     except Exception as error:
@@ -247,7 +246,7 @@ def _derive(base: type[nn.Module], setup: Setup, made: dict[str, Any]) -> Any:
 
 
 def _without_proof(base: type[nn.Module]) -> Callable[..., None]:
-    """How a module takes new weights whose patches rest on a proof about the old ones: without these patches."""
+    """How a module takes new weights: without the patches, its own or others', that rest on a proof of the old ones."""
 
     def load(self: nn.Module, *args: Any, **kwargs: Any) -> None:
         from .proof import withdraw  # which exchanges classes itself
@@ -271,7 +270,11 @@ def _teach_copying(derived: Any, base: type) -> None:
         inherited = getattr(super(derived, self), "__deepcopy__", None)
         if inherited is not None:
             return inherited(memo)
-        return _clone(self, derived, lambda state: copy.deepcopy(state, memo), memo)
+        new = _clone(self, derived, lambda state: copy.deepcopy(state, memo), memo)
+        from .proof import guard_copy  # which exchanges classes itself
+
+        guard_copy(new, memo)
+        return new
 
     def shallow(self: nn.Module) -> Any:
         return _clone(self, derived, lambda state: state, {})

@@ -48,7 +48,7 @@ class Evidence:
     """
 
     stacks: Mapping[nn.Module, Sequence[Stack]]
-    batches: Sequence[Any] | None = None
+    batches: Iterable[Any] | None = None
     scale: float | str = "auto"
 
     @functools.cached_property
@@ -86,6 +86,8 @@ def judge(patch: Patch, stack: Stack, now: Scaling, evidence: Evidence) -> Verdi
 
 def _scaled(patch: StackPatch, stack: Stack, evidence: Evidence) -> Verdict:
     objection = patch.objection(stack)
+    if not math.isfinite(_largest_entry(stack)):
+        objection = "its embeddings hold NaN or infinity"
     if objection:
         return Verdict(State.UNSAFE, objection)
     if evidence.scale != "auto":

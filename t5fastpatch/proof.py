@@ -20,9 +20,9 @@ _resting: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[nn.Module]] = wea
 
 
 def guard(resting: Iterable[nn.Module], model: Iterable[nn.Module]) -> None:
-    """Watches a model: a weight loaded into, or a module or parameter put into its place, withdraws the proof.
+    """Watches a model: loading weights, or putting a module or parameter into its place, withdraws the proof.
 
-    What changes a weight in place, an optimizer say, goes unseen.
+    What changes a weight in place goes unseen: an optimizer, or a load into a single linear or embedding by itself.
 
     Args:
         resting: the modules with patches that rest on the proof.
@@ -33,6 +33,16 @@ def guard(resting: Iterable[nn.Module], model: Iterable[nn.Module]) -> None:
         _watch()
         for module in model:
             _resting[module] = group
+
+
+def guard_copy(module: nn.Module, memo: dict[Any, Any]) -> None:
+    """Watches what a module's copy holds; all that are copied in one go, and so share a memo, share the proof."""
+    group = memo.setdefault(__name__, weakref.WeakSet())
+    if setup_on(module).proven:
+        group.add(module)
+    if group:
+        for each in module.modules():
+            _resting[each] = group
 
 
 def withdraw(module: nn.Module) -> None:

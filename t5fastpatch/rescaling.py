@@ -216,8 +216,8 @@ def objection(stack: Stack) -> str:
     the true scale. The linears may be anybody's: what stands in their place is linear too.
     """
     for number, layer in enumerate(stack.layers):
-        kinds = sorted("dense" if isinstance(each, FeedForward) else "cross" if each.cross else "self" for each in layer)
-        if kinds != (["cross", "dense", "self"] if stack.decoder else ["dense", "self"]):
+        kinds = ["feed-forward" if isinstance(each, FeedForward) else each.cross for each in layer]
+        if kinds != ([False, True, "feed-forward"] if stack.decoder else [False, "feed-forward"]):
             return f"block {number} holds other sub-layers than the family's own, which nobody would scale"
     parts = [part for layer in stack.layers for part in layer]
     for norm in (stack.final_norm, *(part.norm for part in parts)):

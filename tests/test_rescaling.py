@@ -14,12 +14,12 @@ import pytest
 import torch
 import transformers
 import zoo
-from test_contracts import gradients, same, tensors
+from test_contracts import gradients, same
 from torch import nn
 
 import t5fastpatch
 from t5fastpatch import registry
-from t5fastpatch.errors import T5FastPatchError
+from t5fastpatch.errors import UnprovenError
 from t5fastpatch.headroom.places import Scaling
 from t5fastpatch.install import setup_on
 from t5fastpatch.patch import State
@@ -263,7 +263,7 @@ def test_what_is_saved_and_pickled_is_the_stock_model(patch: str, tmp_path: Path
         saved = type(model).from_pretrained(tmp_path)
         pickled = pickle.loads(pickle.dumps(model))
         for each in (saved, pickled):
-            assert not t5fastpatch.status(each)[patch].state is State.ON
+            assert t5fastpatch.status(each)[patch].state is not State.ON
             assert torch.equal(each(**batch).logits, stock)
 
 
@@ -391,9 +391,7 @@ def test_a_dynamically_quantized_model_stays_near_stock(name: str, order: str) -
     if torch.backends.quantized.engine == "none":
         pytest.skip("this build of PyTorch quantizes nothing")
     model, inputs = zoo.BY_NAME[name].build().get_encoder(), zoo.text_inputs()
-    quantize = functools.partial(
-        torch.ao.quantization.quantize_dynamic, qconfig_spec={nn.Linear}, dtype=torch.qint8
-    )
+    quantize = functools.partial(torch.ao.quantization.quantize_dynamic, qconfig_spec={nn.Linear}, dtype=torch.qint8)
     with torch.no_grad():
         stock = model(**inputs).last_hidden_state
         model = rescaled(quantize(model)) if order.startswith("quantize") else quantize(rescaled(model))
@@ -606,29 +604,34 @@ def test_a_whole_encoder_compiles_to_one_graph_and_stays_finite(way: Any) -> Non
     assert cosine(states, true) > 0.9999
 
 
-def test_the_hidden_product_and_the_sums_have_scales_of_their_own() -> None:
-    """The hidden product may be large where the sums are not, and the other way round."""
-    model, batch = GATED.build(), GATED.batch()
+@pytest.mark.parametrize(
+    "scaling", [Scaling(2.0**-8, 2.0**-3), Scaling(2.0**-8, 1.0), Scaling(2.0**-8, 0.5, True)], ids=str
+)
+@pytest.mark.parametrize("kind", [T5, GATED], ids=str)
+def test_the_hidden_product_and_the_sums_have_scales_of_their_own(kind: zoo.Kind, scaling: Scaling) -> None:
+    model, batch = kind.build(), kind.batch()
+    patch = registry.get_patch("residual_fp32" if scaling.wide else "residual_rescale")
+    dense = model.encoder.block[0].layer[-1].DenseReluDense
     with torch.no_grad():
-        stock = model(**batch)
-        for scaling in (Scaling(2.0**-8, 2.0**-3), Scaling(2.0**-8, 1.0), Scaling(2.0**-3, 2.0**-3, True)):
-            name = "residual_fp32" if scaling.wide else "residual_rescale"
-            rescaled(model, name)
-            patch = registry.get_patch(name)
-            seen: dict[str, torch.Tensor] = {}
-            _at(model, patch, scaling)
-            dense = model.encoder.block[0].layer[-1].DenseReluDense
-            hooks = [dense.wo.register_forward_pre_hook(lambda module, inputs: seen.update(hidden=inputs[0]))]
-            hooks.append(dense.register_forward_hook(lambda module, inputs, output: seen.update(branch=output)))
-            assert same(stock, model(**batch))
-            scaled = dict(seen)
-            t5fastpatch.remove(model)
-            model(**batch)
-            for hook in hooks:
-                hook.remove()
-            # A hooked wo has its input scaled: what it reads is at the stream's scale then.
-            assert torch.equal(scaled["branch"], seen["branch"] * scaling.stream)
-            assert torch.equal(scaled["hidden"], seen["hidden"] * scaling.stream)
+        stock, stock_branch, stock_hidden = model(**batch), *branch_and_hidden(model, dense)
+        rescaled(model, patch.name)
+        _at(model, patch, scaling)
+        assert same(stock, model(**batch))
+        branch, hidden = branch_and_hidden(model, dense)
+    assert torch.equal(branch, stock_branch * scaling.stream)
+    assert torch.equal(hidden, stock_hidden * scaling.hidden)
+
+
+def branch_and_hidden(model: Any, dense: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a feed-forward adds, and what its `wo` multiplies."""
+    seen: dict[str, torch.Tensor] = {}
+    hooks = [dense.register_forward_hook(lambda module, inputs, output: seen.update(branch=output))]
+    # Not on wo: one with a hook has its input scaled.
+    hooks.append(dense.dropout.register_forward_hook(lambda module, inputs, output: seen.update(hidden=output)))
+    model.get_encoder()(**zoo.text_inputs())
+    for hook in hooks:
+        hook.remove()
+    return seen["branch"], seen["hidden"]
 
 
 def _at(model: nn.Module, patch: Any, scaling: Scaling) -> None:
@@ -643,14 +646,14 @@ def _at(model: nn.Module, patch: Any, scaling: Scaling) -> None:
     )
 
 
-class OtherAttention(getattr(transformers.models.t5.modeling_t5, "T5Attention")):  # type: ignore[misc]
+class OtherAttention(transformers.models.t5.modeling_t5.T5Attention):  # type: ignore[misc]
     """An attention with a forward of its own: nobody knows what it multiplies."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return super().forward(*args, **kwargs)
 
 
-class OtherDense(getattr(transformers.models.t5.modeling_t5, "T5DenseActDense")):  # type: ignore[misc]
+class OtherDense(transformers.models.t5.modeling_t5.T5DenseActDense):  # type: ignore[misc]
     """A feed-forward of someone else's."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -686,21 +689,30 @@ def put_other_final_norm(model: Any) -> None:
     model.decoder.final_layer_norm = OtherNorm(model.decoder.final_layer_norm)
 
 
+PUT = [put_other_attention, put_other_dense, put_other_norm, put_other_final_norm]
+
+
 @both
-@pytest.mark.parametrize("put", [put_other_attention, put_other_dense, put_other_norm, put_other_final_norm])
-def test_a_part_that_is_not_upstreams_is_never_left_unscaled(put: Any, patch: str) -> None:
-    """Half a rescaled stack computes nonsense: it is refused, or gives the same bits."""
+@pytest.mark.parametrize("put", PUT, ids=lambda put: put.__name__[4:])
+def test_a_stack_with_a_part_that_is_not_upstreams_is_left_alone(put: Any, patch: str) -> None:
+    """Half a rescaled stack would compute nonsense."""
     model, batch = T5.build(), T5.batch()
     put(model)
     with torch.no_grad():
         stock = model(**batch)
-        try:
-            t5fastpatch.apply(model, patch, scale=SCALE)
-        except T5FastPatchError as error:
-            assert patch in str(error)
-            assert t5fastpatch.status(model)[patch].state is not State.ON
-        for preset in ("safe", "fast", "accurate"):
-            with t5fastpatch.patched(model, preset):
-                close = torch.allclose(stock.logits, model(**batch).logits, atol=1e-4)
-                assert close
+        report = t5fastpatch.apply(model, patch, scale=SCALE)
+        scaled = {name for name in ("encoder", "decoder") if setup_on(model.get_submodule(name)).scaling.stream != 1}
+        assert scaled == {"decoder" if put in (put_other_attention, put_other_norm) else "encoder"}
+        assert "Other" in report[patch].why or "other sub-layers" in report[patch].why
         assert same(stock, model(**batch))
+
+
+@both
+def test_an_encoder_alone_with_such_a_part_is_refused(patch: str) -> None:
+    model = T5.build()
+    put_other_attention(model)
+    encoder = model.get_encoder()
+    before = [type(module) for module in encoder.modules()]
+    with pytest.raises(UnprovenError, match=patch):
+        t5fastpatch.apply(encoder, patch, scale=SCALE)
+    assert [type(module) for module in encoder.modules()] == before

@@ -49,8 +49,8 @@ def observe(root: nn.Module, batches: Iterable[Any], stacks: Sequence[Stack] | N
     stacks = stacks_of(root) if stacks is None else stacks
     if not stacks:
         raise NotT5Error(f"this {type(root).__name__} has no stack of the T5 family")
-    if isinstance(batches, Mapping | torch.Tensor | str):
-        raise WrongTypeError("batches are an iterable of batches: put this one into a list")
+    if isinstance(batches, Mapping | torch.Tensor | str) or not isinstance(batches, Iterable):
+        raise WrongTypeError(f"batches are an iterable of batches, not a {type(batches).__name__}: put it into a list")
     generates = hasattr(root, "generate") and any(stack.cross for stack in stacks)
     peaks, count = Peaks(), 0
     for count, batch in enumerate(batches, 1):
