@@ -71,9 +71,12 @@ class Pipeline:
 def scope(guide: str, folder: Path) -> dict[str, Any]:
     """What a guide's Python blocks take for granted."""
     encoder = load("diffusion-text-encoder", folder, torch_dtype=torch.float16) if "diffusion" in guide else None
+    # T5's own tokenizers give no token types; this one does in older releases.
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer.model_input_names = ["input_ids", "attention_mask"]
     return {
         "folder": folder,
-        "tokenizer": transformers.AutoTokenizer.from_pretrained(folder),
+        "tokenizer": tokenizer,
         "batch": batch(guide),
         "prompt": batch(guide),
         "pipe": Pipeline(text_encoder=encoder, tokenizer=None),
@@ -90,6 +93,12 @@ def run(guide: str, folder: Path) -> tuple[dict[str, Any], list[str]]:
     return names, printed
 
 
+def check_release(guide: str) -> None:
+    """Skips where the guide's report and figures are of another release, whose seeded weights are others."""
+    if f"transformers {transformers.__version__}\n" not in text(guide):
+        pytest.skip("the guide's figures are of another release")
+
+
 def patched_model(names: dict[str, Any]) -> Any:
     return names["model"] if "model" in names else names["pipe"].components["text_encoder"]
 
@@ -98,9 +107,8 @@ def patched_model(names: dict[str, Any]) -> Any:
 def test_its_lines_put_on_what_the_printed_report_says(guide: str, folders: dict[str, Path]) -> None:
     names, printed = run(guide, folders[guide])
     assert t5fastpatch.status(patched_model(names))["residual_rescale"].state is State.ON
+    check_release(guide)
     (report,) = blocks(guide, "text")
-    if f"transformers {transformers.__version__}\n" not in report:
-        pytest.skip("the report in the guide is of another release")
     assert re.sub(r"\s+\n", "\n", printed[0]) == report.strip()
 
 
@@ -122,6 +130,7 @@ def errors(guide: str, folder: Path) -> dict[str, float]:
 
 @pytest.mark.parametrize("guide", [guide for guide in STAND_INS if guide != "mt5-fine-tuning"])
 def test_its_errors_are_those_of_the_stand_in(guide: str, folders: dict[str, Path]) -> None:
+    check_release(guide)
     said = re.search(r"is ([\d.e-]+) patched, ([\d.e-]+) with `half\(\)` alone and ([\d.e-]+) in bf16", text(guide))
     assert said is not None
     found = errors(guide, folders[guide])
