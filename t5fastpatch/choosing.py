@@ -39,8 +39,11 @@ class Choice:
     verdicts: dict[Patch, Verdicts] = dataclasses.field(default_factory=dict)
 
     def setup(self, module: nn.Module, cls: type) -> Setup:
-        """What a module will have."""
+        """What a module will have; what rested on a proof that no longer stands comes off."""
+        stack = self.parts.stack(module)
+        said = {patch: found[stack] for patch, found in self.verdicts.items() if stack in found} if stack else {}
         setup = setup_on(module)
+        setup = setup.without({each for each in setup.proven if each in said and said[each].state is State.UNSAFE})
         for patch in self.patches:
             verdict = self._verdict(patch, module, cls)
             if verdict.state is State.APPLIES:
