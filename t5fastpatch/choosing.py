@@ -39,16 +39,20 @@ class Choice:
     verdicts: dict[Patch, Verdicts] = dataclasses.field(default_factory=dict)
 
     def setup(self, module: nn.Module, cls: type) -> Setup:
-        """What a module will have; what rested on a proof that no longer stands comes off."""
-        stack = self.parts.stack(module)
-        said = {patch: found[stack] for patch, found in self.verdicts.items() if stack in found} if stack else {}
-        setup = setup_on(module)
-        setup = setup.without({each for each in setup.proven if each in said and said[each].state is State.UNSAFE})
+        """What a module will have; what rests on a proof is judged anew."""
+        setup, stack = setup_on(module), self.parts.stack(module)
+        rescaled = stack is not None and self._is_rescaled(stack)
+        setup = setup.without(setup.proven if rescaled else setup.proven & set(self.verdicts))
         for patch in self.patches:
             verdict = self._verdict(patch, module, cls)
             if verdict.state is State.APPLIES:
                 setup = setup.plus(patch, scaling=verdict.scaling, proven=verdict.proven)
         return setup
+
+    def _is_rescaled(self, stack: Stack) -> bool:
+        given = (verdicts[stack] for verdicts in self.verdicts.values() if stack in verdicts)
+        scalings = {verdict.scaling for verdict in given if verdict.state is State.APPLIES} - {None}
+        return bool(scalings - {self.parts.scaling(stack)})
 
     def _verdict(self, patch: Patch, module: nn.Module, cls: type) -> Verdict:
         if not self.parts.has_place(patch, module, cls, self.surveys[patch]) or patch in process_wide(cls):
@@ -76,10 +80,9 @@ def choose(parts: Parts, selection: Selection, surveys: Mapping[Patch, Survey], 
             raise found.refusal
         if found.state is not State.APPLIES:
             continue
-        others = [each for each in (*on, *choice.patches) if each.name != _first(patch)]
         if named:
             check_conflict(patch, on)
-        elif rival(patch, others) is not None:
+        elif not _scales(patch) and rival(patch, [*on, *choice.patches]) is not None:
             continue
         verdicts = _verdicts(patch, choice, scaled, evidence)
         if named:
@@ -117,13 +120,23 @@ def _verdicts(patch: Patch, choice: Choice, scaled: Mapping[Stack, Scaling], evi
     held_back = _held_back(patch, choice) if not named else None
     found = {}
     for stack in stacks:
-        if held_back is not None and stack not in held_back:
+        other = _rival_on(stack, patch, choice)
+        if other is not None:
+            found[stack] = Verdict(State.CONFLICT, f"cannot be on one stack with {other.name}")
+        elif held_back is not None and stack not in held_back:
             found[stack] = Verdict(State.NEEDLESS, f"not where {_first(patch)} is enough")
         else:
             found[stack] = judge(patch, stack, scaled[stack], evidence)
             if _takes_no_proof(patch, found[stack], named) and not _has_fallback(patch, stack, choice, evidence):
                 found[stack] = without_proof(found[stack])
     return found
+
+
+def _rival_on(stack: Stack, patch: Patch, choice: Choice) -> Patch | None:
+    """What is on a stack, or will be, that cannot share it with a patch that scales."""
+    said = choice.verdicts.items()
+    chosen = (each for each, verdicts in said if stack in verdicts and verdicts[stack].state is State.APPLIES)
+    return rival(patch, [*setup_on(stack.module).patches, *chosen]) if _scales(patch) else None
 
 
 def _takes_no_proof(patch: Patch, verdict: Verdict, named: bool) -> bool:

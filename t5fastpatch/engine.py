@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,6 @@ from .classwide import process_wide
 from .errors import ForeignForwardError, NotAppliedError, NothingToPatchError
 from .families import family_of, role_of
 from .findings import Survey, transformers_version
-from .headroom.places import Scaling
 from .install import LOCK, Setup, check_forward, exchange_classes, patched_class, patches_on, setup_on
 from .parts import Parts
 from .patch import Patch, StackPatch, State
@@ -61,6 +61,7 @@ def apply(
         selection = select(patches)
         parts = Parts.of(model)
         parts.check_device()
+        selection = _with_what_rests(selection, parts)
         surveys = parts.surveys(selection.patches)
         evidence = Evidence(parts.stacks, None if batches is None else list(batches), scale)
         choice = choose(parts, selection, surveys, evidence)
@@ -124,16 +125,15 @@ def patched(
         before = {id(module): setup_on(module) for module, _ in Parts.of(model).modules}
         report = apply(model, patches, scale=scale, batches=batches)
         changed = [
-            (module, cls, before[id(module)])
+            (module, cls, before[id(module)], setup_on(module))
             for module, cls in Parts.of(model).modules
             if setup_on(module) != before[id(module)]
         ]
-        added = [(each, cls, set(patches_on(each)) - set(had.patches), had.scaling) for each, cls, had in changed]
     try:
         yield report
     finally:
         with LOCK:
-            _take_off(added)
+            _put_back(changed)
 
 
 def status(model: Any) -> Report:
@@ -181,9 +181,19 @@ def _state_off(parts: Parts, patch: Patch, found: Survey, verdicts: Verdicts) ->
         return State.CONFLICT, [f"cannot be on one model with {other.name}"]
     if State.APPLIES in states or not (states or patch.unsafe_alone):
         return State.APPLIES, []
+    if State.CONFLICT in states:
+        return State.CONFLICT, []
     if states == {State.NEEDLESS}:
         return State.NEEDLESS, []
     return State.UNSAFE, [patch.unsafe_alone]
+
+
+def _with_what_rests(selection: Selection, parts: Parts) -> Selection:
+    """The selection, and what rests on a proof, which is judged again where the scale it is a proof of may change."""
+    if not any(isinstance(patch, StackPatch) and patch.scales for patch in selection.patches):
+        return selection
+    resting = dict.fromkeys(patch for module, _ in parts.modules for patch in setup_on(module).proven)
+    return dataclasses.replace(selection, patches=tuple(dict.fromkeys((*selection.patches, *resting))))
 
 
 def _check_some_effect(choice: Choice, selection: Selection) -> None:
@@ -204,12 +214,16 @@ def _check_some_effect(choice: Choice, selection: Selection) -> None:
     )
 
 
-def _take_off(added: Iterable[tuple[nn.Module, type, set[Patch], Scaling]]) -> None:
-    """Takes patches off every module that lets it, whatever has been done to them since; says so of the others."""
+def _put_back(changed: Iterable[tuple[nn.Module, type, Setup, Setup]]) -> None:
+    """Gives each module the setup it had, or at least takes off what was added, if more has been done to it since.
+
+    What does not let itself be changed stays; then the others are changed, and it is said.
+    """
     failure: ForeignForwardError | None = None
-    for module, cls, patches, scaling in added:
+    for module, cls, before, after in changed:
+        now, added = setup_on(module), set(after.patches) - set(before.patches)
         try:
-            _change([(module, cls, setup_on(module).without(patches).at(scaling))], check=False)
+            _change([(module, cls, before if now == after else now.without(added).at(before.scaling))], check=False)
         except ForeignForwardError as error:
             failure = error
     if failure is not None:

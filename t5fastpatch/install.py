@@ -50,11 +50,11 @@ class Setup:
     proven: frozenset[Patch] = frozenset()
 
     def plus(self, patch: Patch, *, scaling: Scaling | None = None, proven: bool = False) -> Setup:
-        """The same with one patch more."""
+        """The same with one patch more; one that is on already, whatever is known of the weights, rests on no proof."""
         # By name, so that equal sets give equal classes.
         patches = tuple(sorted({*self.patches, patch}, key=lambda each: each.name))
-        new = patch not in self.patches
-        rests = self.proven | {patch} if proven and new else self.proven
+        resting = proven and (patch in self.proven or patch not in self.patches)
+        rests = self.proven | {patch} if resting else self.proven - {patch}
         return Setup(patches, scaling or self.scaling, rests)
 
     def without(self, patches: Collection[Patch]) -> Setup:

@@ -215,6 +215,7 @@ class StackPatch(Patch):
         wide: whether the residual stream is in fp32 under it.
         fallback_for: the patch that a preset tries first; this one is taken where that one was held back.
         needless: why a stack can do without it, as loaded; empty if it cannot.
+        objection: why it may not be on a stack, whatever is known of its magnitudes; empty if it may.
         attach, detach: what else happens to a module of the stack when the patch comes and goes; `detach` undoes
             `attach` to the bit.
     """
@@ -224,6 +225,7 @@ class StackPatch(Patch):
     wide: bool = dataclasses.field(default=False, kw_only=True)
     fallback_for: str = dataclasses.field(default="", kw_only=True)
     needless: Callable[[Stack], str] = dataclasses.field(default=lambda stack: "", kw_only=True)
+    objection: Callable[[Stack], str] = dataclasses.field(default=lambda stack: "", kw_only=True)
     attach: Callable[[nn.Module], None] = dataclasses.field(default=lambda module: None, kw_only=True)
     detach: Callable[[nn.Module], None] = dataclasses.field(default=lambda module: None, kw_only=True)
 

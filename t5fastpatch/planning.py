@@ -85,6 +85,9 @@ def judge(patch: Patch, stack: Stack, now: Scaling, evidence: Evidence) -> Verdi
 
 
 def _scaled(patch: StackPatch, stack: Stack, evidence: Evidence) -> Verdict:
+    objection = patch.objection(stack)
+    if objection:
+        return Verdict(State.UNSAFE, objection)
     if evidence.scale != "auto":
         scaling = _as_given(evidence.scale, stack, wide=patch.wide)
         why = f"scale {_power(scaling.stream)} as given; {_after(stack, scaling, evidence)}"

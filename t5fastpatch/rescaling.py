@@ -23,7 +23,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .errors import UnexpectedSourceError
-from .headroom.stacks import Stack
+from .findings import upstream_class
+from .headroom.stacks import Attention, FeedForward, Stack, role
 from .patch import Part, Role
 from .rewrite import Edit, Method
 
@@ -47,7 +48,7 @@ def scaled_product(linear: Any, x: torch.Tensor, factor: float) -> Any:
     if not _is_plain(linear):
         biased = getattr(linear, "bias", None) is not None
         return linear(x) * factor if biased else linear(x * factor)
-    rows = x.flatten(0, -2)
+    rows = x.reshape(-1, x.shape[-1])
     # With beta 0 the first argument is not read.
     bias, beta = (rows.new_empty(()), 0.0) if linear.bias is None else (linear.bias, factor)
     return torch.addmm(bias, rows, linear.weight.t(), beta=beta, alpha=factor).view(
@@ -206,6 +207,32 @@ def reads_epsilon_once(method: Method) -> list[Edit]:
 def reads_stream(stack: Stack, norm: nn.Module) -> bool:
     """Whether a norm reads the residual stream: LongT5's `global_input_layer_norm` reads what is normed already."""
     return norm is stack.final_norm or any(norm is each.norm for layer in stack.layers for each in layer)
+
+
+def objection(stack: Stack) -> str:
+    """Why a stack cannot be rescaled; empty if it can.
+
+    All that reads its residual stream, and all that adds to it, has to be upstream's code, or some of it would stay at
+    the true scale. The linears may be anybody's: what stands in their place is linear too.
+    """
+    for number, layer in enumerate(stack.layers):
+        kinds = sorted(
+            "dense" if isinstance(each, FeedForward) else "cross" if each.cross else "self" for each in layer
+        )
+        if kinds != (["cross", "dense", "self"] if stack.decoder else ["dense", "self"]):
+            return f"block {number} holds other sub-layers than the family's own, which nobody would scale"
+    parts = [part for layer in stack.layers for part in layer]
+    for norm in (stack.final_norm, *(part.norm for part in parts)):
+        if role(norm) is not Role.NORM:
+            return f"a {type(norm).__name__}, not the family's norm, reads its residual stream"
+    inner = {part.module if isinstance(part, Attention) else part.sparse or part.dense[0] for part in parts}
+    for module in stack.module.modules():
+        cls = type(module)
+        # PyTorch's own wrappers call what they wrap.
+        known = upstream_class(cls) is not None or cls.__module__.startswith("torch.")
+        if not known and not inner.isdisjoint(module.modules()):
+            return f"a {cls.__name__}, which has a forward of its own, stands around its sub-layers"
+    return ""
 
 
 def parts(enter: Callable[[Any, torch.Tensor], Any]) -> dict[Role, Part]:

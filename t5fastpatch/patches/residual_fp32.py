@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from ..headroom.places import Place
 from ..patch import Contract, StackPatch
-from ..rescaling import enter_wide, parts
+from ..rescaling import enter_wide, objection, parts
 
 PATCH = StackPatch(
     name="residual_fp32",
     summary="the half-precision residual stream -> an fp32 one, fed by half-precision products",
     contract=Contract.EXACT_IN_FP32,
     parts=parts(enter_wide),
+    objection=objection,
     scales=frozenset({Place.ATTENTION, Place.FEED_FORWARD, Place.HIDDEN}),
     wide=True,
     fallback_for="residual_rescale",
