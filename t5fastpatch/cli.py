@@ -45,12 +45,20 @@ def _options(
 @app.command("list")
 def list_() -> None:
     """List the patches and their contracts."""
-    from .registry import list_patches
+    from .registry import PRESETS, list_patches
 
-    table = Table("patch", "what it replaces", "contract", "asked for by name only, because")
-    for patch in list_patches():
-        table.add_row(*map(Text, (patch.name, patch.summary, patch.contract.value, patch.unsafe_alone)))
-    Console().print(table)
+    patches = list_patches()
+    table = Table("patch", "what it replaces", "contract", "presets")
+    for patch in patches:
+        presets = ", ".join(name for name, has in PRESETS.items() if name != "all" and has(patch))
+        name = f"{patch.name} *" if patch.unsafe_alone else patch.name
+        table.add_row(*map(Text, (name, patch.summary, patch.contract.value, presets)))
+    console = Console()
+    console.print(table)
+    console.print(Text("* A preset puts it on only where the model has a proof of headroom:"), soft_wrap=True)
+    for patch in patches:
+        if patch.unsafe_alone:
+            console.print(Text(f"  {patch.name}: {patch.unsafe_alone}."), soft_wrap=True)
 
 
 @app.command()
@@ -62,6 +70,7 @@ def status(
     from .loading import from_config
 
     print(status_of(from_config(model)))
+    print("Without its weights nothing is proven of the model: t5fastpatch check says what they prove.")
 
 
 @app.command()

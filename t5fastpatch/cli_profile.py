@@ -50,7 +50,7 @@ def profile(
         str, typer.Option(help="block, encoder, decoder_step, forward, greedy, beam, greedy_free or beam_free.")
     ] = "decoder_step",
     patches: Annotated[
-        str, typer.Option(help="Names, with commas; 'all' that apply; 'stock' or 'fp32' for none of them.")
+        str, typer.Option(help="Names of patches or presets, with commas; 'stock' or 'fp32' for none.")
     ] = ALL,
     against: Annotated[str, typer.Option(help="What to put beside it, as for --patches; 'none' for nothing.")] = STOCK,
     batch_size: Annotated[int, typer.Option(min=1, help="Sentences per batch.")] = 8,
@@ -82,7 +82,7 @@ def profile(
         text="sentences" if subject.sentences else "full",
     )
     cell = _cell(subject, settings)
-    if patches == ALL and not _all_patches(subject, precision):
+    if patches == ALL and not _put_on(subject, precision, ALL):
         print("nothing to patch in this model: it is profiled as it is", file=sys.stderr)
         patches, against = STOCK, NONE if against == STOCK else against
     names = [patches] if against == NONE else [against, patches]
@@ -150,32 +150,33 @@ def _profiled(subject: Subject, cell: Cell, variants: Sequence[Variant], how: _H
 
 
 def _variant(name: str, subject: Subject, precision: Precision) -> Variant:
-    """The variant that an option names: `stock`, `fp32`, `all` or patches."""
+    """The variant that an option names: `stock`, `fp32`, or what `apply` takes."""
     from .measure.precision import Precision
     from .measure.variants import STOCK_FP32, Variant, stock
-    from .registry import select
+    from .registry import names_of, select
 
     if name == FP32:
         return Variant(STOCK_FP32, Precision.FP32)
     if name == STOCK:
         return Variant(stock(precision), precision)
-    patches = _all_patches(subject, precision) if name == ALL else tuple(each.name for each in select(name).patches)
-    if not patches:
+    if not select(name).patches:
         raise T5FastPatchError(f"{name!r} names no patch: {STOCK!r} stands for none")
-    return Variant(" + ".join(patches), precision, patches)
+    on = _put_on(subject, precision, name)
+    if not on:
+        raise T5FastPatchError(f"{name} changes nothing in this model: {STOCK!r} stands for that")
+    return Variant(" + ".join(on), precision, tuple(names_of(name)))
 
 
-def _all_patches(subject: Subject, precision: Precision) -> tuple[str, ...]:
-    """The most patches that go together here, those that are unsafe alone too; none where there is nothing to patch."""
-    from .engine import status
-    from .measure.variants import plan
-    from .registry import list_patches
+def _put_on(subject: Subject, precision: Precision, name: str) -> list[str]:
+    """The patches that are on when these names are applied; none where the model is no T5."""
+    from .engine import patched
+    from .patch import State
 
     try:
-        report = status(subject.model(precision))
+        with patched(subject.model(precision), name) as report:
+            return [row.patch for row in report.rows if row.state is State.ON]
     except NotT5Error:
-        return ()
-    return max(plan(report, list_patches(), precision).measured, key=lambda row: len(row.patches)).patches
+        return []
 
 
 def _trace_file(folder: Path, workload: str, variant: str) -> Path:

@@ -40,9 +40,14 @@ def diff(patch: Patch, families: Iterable[Family]) -> str:
 
 def _family_diff(patch: Patch, classes: list[type]) -> str:
     edits: list[Edit] = []
+    members: dict[str, list[str]] = {}
     for cls in classes:
         method, found = Method.of(cls), finding(patch, cls)
         edits += found.edits
         if found.forward is not None:
             edits.append(Edit(method.first, method.last, method_source(found.forward)))
-    return unified_diff(Method.of(classes[0]).file, edits, classes[0].__module__.replace(".", "/") + ".py")
+        for member in found.members:
+            members.setdefault(member, []).append(cls.__name__)
+    # Above the diff, where `patch` and `git apply` take it for prose.
+    added = "".join(f"{', '.join(names)}: gets {member} from {patch.name}\n" for member, names in members.items())
+    return added + unified_diff(Method.of(classes[0]).file, edits, classes[0].__module__.replace(".", "/") + ".py")

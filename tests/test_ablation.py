@@ -20,6 +20,7 @@ from t5fastpatch.cli import main
 from t5fastpatch.measure.ablation import run
 from t5fastpatch.measure.record import finite
 from t5fastpatch.measure.settings import Settings
+from t5fastpatch.measure.subject import attention_of, load
 from t5fastpatch.patch import State
 from t5fastpatch.report import Report
 
@@ -47,8 +48,12 @@ def result(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, A
 
 
 def usable(model: Path) -> list[str]:
+    """The patches that apply, and under which other operations run than in stock."""
     rows = status(transformers.T5ForConditionalGeneration.from_pretrained(model).half()).rows
-    return [row.patch for row in rows if row.state in (State.APPLIES, State.UNSAFE)]
+    applies = [row.patch for row in rows if row.state is State.APPLIES]
+    attention = attention_of(load(str(model), "cpu").fp32)
+    idle = ["wo_without_weight", *(["eager_scores"] if attention == "sdpa" else [])]
+    return [name for name in applies if name not in idle]
 
 
 def cell_of(result: Any, workload: str) -> Result:
@@ -77,7 +82,10 @@ def test_a_patch_with_nothing_to_do_has_a_row_that_says_so(model: Path, result: 
         assert {row["variant"] for row in cell["rows"] if not row["measured"]} == rest
         for row in cell["rows"]:
             if row["variant"] in rest:
-                assert row["state"] in (State.UPSTREAM.value, State.ABSENT.value)
+                state = State(row["state"])
+                assert state in (State.UPSTREAM, State.ABSENT, State.NEEDLESS, State.APPLIES)
+                assert bool(row["why"]) == (state in (State.NEEDLESS, State.APPLIES))
+                assert ("the same operations run as in stock fp16" in row["why"]) == (state is State.APPLIES)
                 assert (row["census"], row["seconds"], row["quality"]) == (None, None, None)
 
 
@@ -289,7 +297,28 @@ def test_a_refused_patch_is_a_failure(model: Path, monkeypatch: pytest.MonkeyPat
     assert main(["ablate", "--model", str(model), *QUICK]) == 1
 
 
-def test_what_is_unsafe_alone_is_measured_and_said_to_be_left_out_by_the_presets(result: Result) -> None:
-    unsafe = [row["variant"] for row in cell_of(result, "forward")["rows"] if row["state"] == "unsafe"]
-    assert unsafe == ["skip_inf_check"]
-    assert result["notes"] == [f"{unsafe[0]} is named here: the presets of t5fastpatch, all too, leave it out."]
+def test_presets_are_sets_of_candidates(model: Path) -> None:
+    for preset in ("safe", "fast", "accurate", "exact"):
+        result = run(Settings(model=str(model), patches=(preset,), workloads=("forward",), counts=False, **ONCE))
+        rows = rows_of(result, "forward")
+        assert result["failures"] == []
+        assert ("residual_rescale" in rows) == (preset in ("safe", "fast"))
+        assert ("residual_fp32" in rows) == (preset in ("safe", "accurate"))
+        assert ("layer_norm" in rows) == (preset != "exact")
+        if "residual_fp32" in rows:
+            # Where residual_rescale is asked for too, it says of both that they are not needed.
+            assert rows["residual_fp32"]["measured"] == (preset == "accurate")
+
+
+def test_what_has_no_proof_is_measured_by_name_alone_and_said_to_be(tmp_path: Path) -> None:
+    folder = str(save_model(tmp_path, scale=1e5))
+    result = run(Settings(model=folder, workloads=("forward",), precisions=("fp16_from_pretrained",), **ONCE))
+    rows = rows_of(result, "forward")
+    assert (rows["skip_inf_check"]["state"], rows["skip_inf_check"]["measured"]) == ("unsafe", True)
+    said = "skip_inf_check: on by its name alone, as in no preset: its proof of headroom rests on residual_rescale."
+    assert said in result["notes"]
+    assert {"residual_rescale", "wo_half", "skip_inf_check"} <= set(rows["all"]["patches"])
+    assert rows["residual_fp32"]["measured"]
+    assert "residual_fp32" not in rows["all"]["patches"]
+    stock, everything = rows["stock fp16_from_pretrained"]["census"], rows["all"]["census"]
+    assert everything["fp32_share"] == 0 < stock["fp32_share"]

@@ -14,7 +14,7 @@ import transformers
 from tiny import save_model
 
 import t5fastpatch
-from t5fastpatch import T5FastPatchError, status
+from t5fastpatch import T5FastPatchError
 from t5fastpatch.cli import main
 from t5fastpatch.measure import ablation, levels
 from t5fastpatch.measure import workloads as workloads_module
@@ -202,15 +202,14 @@ def test_a_generation_has_the_beams_and_the_length_of_its_name(
 
 def test_the_micro_level_has_a_row_for_stock_and_for_the_one_patch(folder: str) -> None:
     result = run(Settings(model=folder, workloads=("micro",), **ONCE))
-    half = transformers.T5ForConditionalGeneration.from_pretrained(folder).half()
-    applies = [row.patch for row in status(half).rows if row.state.value in ("applies", "unsafe")]
-    assert workloads_of(result) == [*applies, "softmax", "activation"]
-    others = [patch.name for patch in t5fastpatch.list_patches() if patch.name not in applies]
     said = [note.partition(" is not measured alone: ") for note in result["notes"]]
-    assert [name for name, found, _ in said if found] == others
+    left_out = [name for name, found, _ in said if found]
+    alone = [patch.name for patch in t5fastpatch.list_patches() if patch.name not in left_out]
+    assert workloads_of(result) == [*alone, "softmax", "activation"]
+    assert {"skip_inf_check", "layer_norm"} <= set(alone)
     for cell in result["cells"]:
         name = cell["cell"]["workload"]
-        expected = ["stock fp32", "stock fp16"] + ([name] if name in applies else [])
+        expected = ["stock fp32", "stock fp16"] + ([name] if name in alone else [])
         assert [row["variant"] for row in cell["rows"]] == expected
     check = next(cell for cell in result["cells"] if cell["cell"]["workload"] == "skip_inf_check")
     assert [row["census"]["ops"] > 0 for row in check["rows"]] == [False, True, False]

@@ -1,16 +1,19 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 from tiny import save_model
 
 from t5fastpatch import T5FastPatchError, list_patches, patched, status
 from t5fastpatch.measure.attribution import coalitions
 from t5fastpatch.measure.precision import Precision
-from t5fastpatch.measure.subject import load
+from t5fastpatch.measure.subject import attention_of, attentions_of, load
+from t5fastpatch.measure.trial import Outcome, Trial, no_trial, trial_of
 from t5fastpatch.measure.variants import Plan, plan
-from t5fastpatch.patch import Contract, Patch, State
+from t5fastpatch.patch import Contract, Patch, StackPatch, State
 from t5fastpatch.report import Report, Row
 
 FP16 = Precision.FP16
@@ -18,14 +21,22 @@ APPLIES = State.APPLIES
 
 
 def made_plan(
-    states: dict[str, State], conflicts: dict[str, str] | None = None, *, shapley: bool = False, tf32: bool = False
+    states: dict[str, State],
+    conflicts: dict[str, str] | None = None,
+    trial: Trial = no_trial,
+    *,
+    shapley: bool = False,
+    tf32: bool = False,
 ) -> Plan:
     patches = [
         Patch(name, "", Contract.EXACT, conflicts=frozenset(filter(None, [(conflicts or {}).get(name)])))
         for name in states
     ]
-    rows = tuple(Row(name, state, 1, 1, "exact") for name, state in states.items())
-    return plan(Report("T5", "5.0", rows), patches, FP16, shapley=shapley, tf32=tf32)
+    return plan(report_of(states), patches, FP16, trial, shapley=shapley, tf32=tf32)
+
+
+def report_of(states: dict[str, State]) -> Report:
+    return Report("T5", "5.0", tuple(Row(name, state, 1, 1, "exact", f"why {name}") for name, state in states.items()))
 
 
 def planned(states: dict[str, State], conflicts: dict[str, str] | None = None) -> dict[str, tuple[str, ...]]:
@@ -78,6 +89,108 @@ def test_what_conflicts_is_not_put_together() -> None:
         "c": ("c",),
         "all": ("a", "b"),
     }
+
+
+def test_what_changes_no_operation_is_a_row_that_is_not_measured_and_in_no_set() -> None:
+    def trial(names: Sequence[str]) -> Outcome:
+        return Outcome(idle="the same operations run" * (list(names) == ["c"]))
+
+    made = made_plan(dict.fromkeys("abcd", APPLIES), trial=trial)
+    (idle,) = [variant for variant in made.variants if variant.name == "c"]
+    assert (idle.measured, idle.state, idle.why) == (False, "applies", "the same operations run")
+    assert made.of(frozenset("abd")).name == "all"
+    assert len(made.orders) == 6
+
+
+def test_states_that_leave_nothing_to_measure_say_why() -> None:
+    made = made_plan({"a": State.NEEDLESS, "b": State.UPSTREAM, "c": APPLIES})
+    assert [(row.name, row.state, row.why) for row in made.variants if not row.measured] == [
+        ("a", "not needed", "why a"),
+        ("b", "already upstream", "why b"),
+    ]
+    assert not any(row.refused for row in made.variants)
+
+
+def needs_headroom(name: str) -> Patch:
+    return Patch(name, "", Contract.EXACT, unsafe_alone="it may overflow", needs_proof=True)
+
+
+def test_what_needs_a_proof_and_has_none_is_not_tried() -> None:
+    tried: list[Sequence[str]] = []
+
+    def trial(names: Sequence[str]) -> Outcome:
+        tried.append(names)
+        return Outcome()
+
+    made = plan(report_of({"half": State.UNSAFE}), [needs_headroom("half")], FP16, trial)
+    (row,) = made.variants[2:]
+    assert (row.measured, row.state, row.why, tried) == (False, "unsafe", "why half", [])
+
+
+def rests_on_scale(names: Sequence[str]) -> Outcome:
+    """The trial of a model on which `half` needs the headroom that `scale` gives."""
+    unproven = "half" in names and "scale" not in names
+    return Outcome(unproven="half: too large" * unproven)
+
+
+def dependent_plan(others: str, *, shapley: bool = False) -> Plan:
+    patches = [Patch("scale", "", Contract.EXACT), needs_headroom("half")]
+    patches += [Patch(name, "", Contract.EXACT) for name in others]
+    states = dict.fromkeys(["scale", "half", *others], APPLIES)
+    return plan(report_of(states), patches, FP16, rests_on_scale, shapley=shapley)
+
+
+def test_what_needs_another_one_s_proof_is_measured_only_beside_it() -> None:
+    rows = {row.name: row for row in dependent_plan("a").variants}
+    assert rows["all"].patches == ("scale", "half", "a")
+    assert (rows["half"].measured, rows["half"].state) == (False, "unsafe")
+    assert rows["half"].why == "alone it has no proof of headroom: too large"
+    assert not rows["all but scale"].measured
+    assert rows["all but scale"].why == "half cannot be on without the headroom that scale gives"
+    assert rows["all but a"].patches == ("scale", "half")
+
+
+@pytest.mark.parametrize("others", ["a", "ab", "abcde"])
+def test_it_adds_nothing_to_the_sets_that_it_cannot_be_in(others: str) -> None:
+    made = dependent_plan(others, shapley=True)
+    for coalition in coalitions(made.orders):
+        can_be_on = coalition if "scale" in coalition else coalition - {"half"}
+        assert frozenset(made.of(coalition).patches) == can_be_on
+    names = [row.name for row in made.variants]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize(("first", "measured"), [(APPLIES, True), (State.NEEDLESS, False)])
+def test_a_fallback_is_measured_where_what_it_stands_in_for_can_be(first: State, measured: bool) -> None:
+    conflicts = frozenset({"first"})
+    fallback = StackPatch("fallback", "", Contract.EXACT, {}, fallback_for="first", conflicts=conflicts)
+    patches = [Patch("first", "", Contract.EXACT), fallback, Patch("a", "", Contract.EXACT)]
+    report = report_of({"first": first, "fallback": State.NEEDLESS, "a": APPLIES})
+    rows = {row.name: row for row in plan(report, patches, FP16).variants}
+    assert rows["fallback"].measured == measured
+    assert "fallback" not in rows["all" if measured else "a"].patches
+    alone = {row.name: row for row in plan(report, patches[1:], FP16).variants}
+    assert alone["all"].patches == ("fallback", "a")
+
+
+def test_a_trial_tells_what_changes_something_from_what_does_not(tmp_path: Path) -> None:
+    subject = load(str(save_model(tmp_path)), "cpu")
+    with torch.no_grad():
+        trial = trial_of(subject, FP16, attention_of(subject.fp32))
+        assert trial(["skip_inf_check"]) == Outcome()
+        assert trial(["wo_without_weight"]).idle.startswith("the same operations run as in stock fp16 with ")
+        assert "no patch is called" in trial(["no_such_patch"]).error
+        assert trial_of(subject, Precision.BF16, attention_of(subject.fp32))(["skip_inf_check"]).idle
+
+
+def test_whether_eager_scores_change_something_depends_on_the_attention(tmp_path: Path) -> None:
+    subject = load(str(save_model(tmp_path)), "cpu")
+    if attentions_of(subject.fp32) != ["eager", "sdpa"]:
+        pytest.skip("this release has one attention only")
+    with torch.no_grad():
+        idle = {name: trial_of(subject, FP16, name)(["eager_scores"]).idle for name in ("eager", "sdpa")}
+    assert not idle["eager"]
+    assert idle["sdpa"]
 
 
 def test_up_to_three_patches_the_rows_are_all_that_fair_shares_need() -> None:

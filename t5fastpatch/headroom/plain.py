@@ -146,7 +146,8 @@ def wide(tensor: torch.Tensor) -> torch.Tensor:
 
 def _read(module: nn.Module, names: Names) -> torch.Tensor:
     weight = _stored(module, names)
-    largest = float(torch.linalg.vector_norm(weight, torch.inf))
+    low, high = torch.aminmax(weight)
+    largest = float(torch.maximum(-low, high))
     if not largest <= FP16_MAX:
         what = f"{largest:.4g}, which fp16 cannot hold" if largest < torch.inf else "NaN or infinity"
         raise NoProofError(f"the weight of {names.of(module)} holds {what}")
@@ -161,7 +162,7 @@ def _stored(module: nn.Module, names: Names) -> torch.Tensor:
         hooks = getattr(hook, "hooks", [hook])
         maps = [each.weights_map for each in hooks if getattr(each, "weights_map", None) is not None]
         if not maps:
-            raise NoProofError(f"{names.of(module)} has no weights: it is on the meta device")
+            raise NoProofError("its weights are on the meta device")
         weight = maps[0]["weight"]
     if type(weight) not in (nn.Parameter, torch.Tensor) or weight.dtype not in _FLOATING or weight.numel() == 0:
         raise NoProofError(f"the weight of {names.of(module)} is not a plain floating tensor")

@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 
-from ..engine import patched, status
+from ..engine import status
 from ..errors import NotT5Error, T5FastPatchError
 from ..extra import require
 from ..loading import described
-from ..patch import State
 from ..registry import list_patches, select
 from ..report import Report
 from ..reports.schema import SCHEMA, CellRecord, Result
@@ -31,10 +30,9 @@ from .settings import Settings
 from .store import Store
 from .subject import subject_for
 from .timing import Limits, Samples, interleave, stopwatch_for
-from .variants import Plan, Trial, Variant, no_trial, plan
+from .trial import no_trial, trial_of
+from .variants import Plan, Variant, plan
 
-# Lengths of source and target at which patches are tried.
-TRIED = (8, 4)
 NOTHING_TO_PATCH = "nothing to patch: the model holds no module of the T5 family"
 
 
@@ -85,13 +83,14 @@ class _Run:
         self._subject = subject_for(settings.model, settings.shape, settings.device, settings.seed)
         self._notes: list[str] = []
         self._failures: list[str] = []
-        self._plans: dict[str, Plan] = {}
+        self._reports: dict[Precision, Report | None] = {}
+        self._plans: dict[tuple[Precision, str], Plan] = {}
         micro = self._micro()
         self._cells = grid(settings, self._subject, micro)
         if missing := left_out(settings, self._cells, micro):
             self._notes.append(f"not for this model, device or release, and left out: {', '.join(missing)}")
         for cell in self._cells:
-            self._plan(cell.precision)
+            self._plan(cell)
         for level, library in ((RESULTS, "sacrebleu"), ("trainer", "sacrebleu"), ("trainer", "accelerate")):
             if any(cell.level == level for cell in self._cells):
                 require(library)
@@ -143,30 +142,37 @@ class _Run:
         return [op.name for op in ops]
 
     def _status(self, precision: Precision) -> Report | None:
-        with contextlib.suppress(NotT5Error):
-            return status(self._subject.model(precision))
-        return None
+        if precision not in self._reports:
+            self._reports[precision] = None
+            with contextlib.suppress(NotT5Error):
+                self._reports[precision] = status(self._subject.model(precision))
+        return self._reports[precision]
 
-    def _plan(self, precision: str) -> Plan:
-        if precision not in self._plans:
-            report = self._status(Precision(precision))
-            made = plan(
-                report,
-                self._patches,
-                Precision(precision),
-                no_trial if report is None else self._trial(Precision(precision)),
-                tf32=self._subject.device.type == "cuda",
-                shapley=self._settings.shapley,
-                seed=self._settings.seed,
-            )
-            self._plans[precision] = made
-            self._failures += [f"{each.name}: {each.why}" for each in made.variants if each.refused]
-            for each in made.variants:
-                if each.state == State.UNSAFE.value:
-                    self._note(f"{each.name} is named here: the presets of t5fastpatch, all too, leave it out.")
-            if report is None:
-                self._note(NOTHING_TO_PATCH)
-        return self._plans[precision]
+    def _plan(self, cell: Cell) -> Plan:
+        """The variants of a cell; which patches change anything also depends on the attention."""
+        kind = Precision(cell.precision), cell.attention
+        if kind not in self._plans:
+            self._plans[kind] = made = self._planned(*kind)
+            refused = [f"{each.name}: {each.why}" for each in made.variants if each.refused]
+            self._failures += [each for each in refused if each not in self._failures]
+            for each in made.measured:
+                if each.why:
+                    self._note(f"{each.name}: {each.why}.")
+        return self._plans[kind]
+
+    def _planned(self, precision: Precision, attention: str) -> Plan:
+        report = self._status(precision)
+        if report is None:
+            self._note(NOTHING_TO_PATCH)
+        return plan(
+            report,
+            self._patches,
+            precision,
+            no_trial if report is None else trial_of(self._subject, precision, attention),
+            tf32=self._subject.device.type == "cuda",
+            shapley=self._settings.shapley,
+            seed=self._settings.seed,
+        )
 
     def _note(self, sentence: str) -> None:
         if sentence not in self._notes:
@@ -191,7 +197,7 @@ class _Run:
     def _announce(self, left: Sequence[Cell]) -> None:
         done = len(self._cells) - len(left)
         if left:
-            counts = [(cell, len(self._plan(cell.precision).measured)) for cell in left]
+            counts = [(cell, len(self._plan(cell).measured)) for cell in left]
             finished = f", {done} finished already" if done else ""
             self._progress.say(f"{len(self._cells)} cells{finished}: {self._about(counts)}")
         else:
@@ -202,21 +208,6 @@ class _Run:
             return f"up to about {in_words(Estimate(self._subject).seconds(counts, self._settings))}"
         except Exception as error:  # as in a cell, which will say so
             return f"how long they take is not known: {described(error)}"
-
-    def _trial(self, precision: Precision) -> Trial:
-        """Tries a small forward with patches on."""
-        model = self._subject.model(precision)
-
-        def why_not(names: Sequence[str]) -> str:
-            try:
-                with patched(model, names) if names else contextlib.nullcontext():
-                    model(**self._subject.full_batch(1, *TRIED))
-            except Exception as error:  # whatever a patch raises
-                return described(error)
-            return ""
-
-        # Where the stock model does not run, that is no patch's fault, and every cell says so.
-        return no_trial if why_not(()) else why_not
 
     def _try(self, cell: Cell, key: str) -> CellRecord | None:
         """Measures a cell; one that cannot be run is a failure, and the others go on."""
@@ -231,7 +222,7 @@ class _Run:
         return record
 
     def _measure(self, cell: Cell, key: str) -> CellRecord:
-        made = self._plan(cell.precision)
+        made = self._plan(cell)
         settings = self._settings
         if cell.level == RESULTS:
             return cell_record(key, cell, made, _shown(made), None, None, self._results(cell, made), settings.seed)

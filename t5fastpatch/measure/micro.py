@@ -120,9 +120,9 @@ def _activation(model: Any) -> MicroOp:
 
 def _place(model: Any, patch: Patch) -> tuple[nn.Module, type]:
     """The first module that the patch would change, and the upstream class whose forward it runs."""
-    state = State.ABSENT
-    if len(patch.roles) > 1 or isinstance(patch, StackPatch):
+    if isinstance(patch, StackPatch):
         raise NothingToPatchError(f"{patch.name} is on whole stacks, and has no operation of its own")
+    state = State.ABSENT
     for module in model.modules():
         cls = upstream_class(type(module))
         if cls is None or role_of(cls) not in patch.roles:

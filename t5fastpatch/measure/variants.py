@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from ..errors import T5FastPatchError
-from ..patch import Patch, State
-from ..report import Report
+from ..patch import Patch, StackPatch, State
+from ..registry import list_patches, rival
+from ..report import Report, Row
 from .attribution import Coalition, Order, coalitions, orders_for
 from .precision import Precision
+from .trial import Outcome, Trial, no_trial
 
 ALL = "all"
-_USABLE = (State.APPLIES, State.UNSAFE)
-Trial = Callable[[Sequence[str]], str]
-"""Puts patches on together and runs the model: why that fails, or nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +26,8 @@ class Variant:
         patches: the names that are on; none for the stock models, and for a row that only says why.
         state: what `status` says of a single patch; `"stock"` or `"set"` for the others.
         same_as: another name under which the row would come again.
-        measured: whether there is anything to measure; if not, `why` says why.
+        measured: whether there is anything to measure.
+        why: why not; or what else must be known of a row that is measured.
         shown: whether the tables have the row; the others are timed for the sake of fair shares.
     """
 
@@ -59,11 +59,13 @@ class Plan:
         variants: stock first; the reference, stock in fp32, before all.
         baseline: the name of the stock model in this precision, whose time the patches save.
         orders: of the patches that go together, for their fair shares; empty where these are not to be had.
+        dependent: those of them that cannot be on alone, for want of a proof of headroom that another one gives.
     """
 
     variants: Sequence[Variant]
     baseline: str
     orders: Sequence[Order] = ()
+    dependent: Coalition = frozenset()
 
     @property
     def measured(self) -> list[Variant]:
@@ -71,14 +73,10 @@ class Plan:
         return [variant for variant in self.variants if variant.measured]
 
     def of(self, coalition: Coalition) -> Variant:
-        """The variant in which these patches are on and no others."""
+        """The variant in which these patches are on and no others; without the dependent ones where they cannot be."""
         found = (each for each in self.measured if frozenset(each.patches) == coalition)
-        return next(each for each in found if coalition or each.name == self.baseline)
-
-
-def no_trial(names: Sequence[str]) -> str:
-    """The trial that finds no fault."""
-    return ""
+        exact = next((each for each in found if coalition or each.name == self.baseline), None)
+        return exact or self.of(coalition - self.dependent)
 
 
 def stock(precision: Precision) -> str:
@@ -105,7 +103,7 @@ def plan(
         report: `status` of the stock model in this precision; `None` if it holds nothing of the T5 family.
         patches: those to be ablated.
         precision: the one that the patches are tried in.
-        trial: which patches, and which sets of them, can run at all.
+        trial: which patches, and which sets of them, can run at all, and which change nothing.
         tf32: whether stock in tf32 is compared too.
         shapley: whether the sets that fair shares need are added where they are no rows already.
         seed: of the orders of many patches.
@@ -119,16 +117,17 @@ def plan(
         return Plan(rows, stock(precision))
     check_stock(report)
     patches = list(patches)
-    applicable = [patch.name for patch in patches if report[patch.name].state in _USABLE]
-    failed = {name: why for name in applicable if (why := trial([name]))}
-    usable = [patch for patch in patches if patch.name in applicable and patch.name not in failed]
-    together = _compatible(usable, trial)
-    rows += _alone(report, patches, precision, usable, together, failed) + _sets(usable, together, precision)
+    tried = {patch.name: trial([patch.name]) for patch in _candidates(report, patches)}
+    usable = [patch for patch in patches if patch.name in tried and tried[patch.name].has_effect]
+    together = _compatible(usable, tried, trial)
+    dependent = frozenset(name for name in together if tried[name].unproven)
+    sets = _Sets(precision, together, dependent, trial)
+    rows += _alone(report, patches, precision, tried, together) + sets.rows(usable)
     orders = orders_for(together, seed) if together else []
     rows_are_enough = len(together) <= 3
     if shapley and not rows_are_enough:
-        rows += _further(rows, orders, precision)
-    return Plan(rows, stock(precision), orders if shapley or rows_are_enough else [])
+        rows += sets.further(rows, orders)
+    return Plan(rows, stock(precision), orders if shapley or rows_are_enough else [], dependent)
 
 
 def check_stock(report: Report) -> None:
@@ -138,26 +137,75 @@ def check_stock(report: Report) -> None:
         raise T5FastPatchError(f"{', '.join(on)} is on already, so nothing here is stock: unset T5FASTPATCH")
 
 
+def _candidates(report: Report, patches: Sequence[Patch]) -> list[Patch]:
+    """The patches that can be put on by name."""
+    found: list[Patch] = []
+    for patch in patches:
+        state = report[patch.name].state
+        by_name = state is State.UNSAFE and not patch.needs_proof and not _scales(patch)
+        if state is State.APPLIES or by_name or (state is State.NEEDLESS and _stands_in(patch, patches, found)):
+            found.append(patch)
+    return found
+
+
+def _stands_in(patch: Patch, patches: Sequence[Patch], candidates: Sequence[Patch]) -> bool:
+    """Whether a fallback is not needed only because the patch that it stands in for can be had."""
+    first = patch.fallback_for if isinstance(patch, StackPatch) else ""
+    return bool(first) and (first in _names(candidates) or first not in _names(patches))
+
+
+def _scales(patch: Patch) -> bool:
+    return isinstance(patch, StackPatch) and bool(patch.scales)
+
+
+def _names(patches: Iterable[Patch]) -> list[str]:
+    return [patch.name for patch in patches]
+
+
 def _alone(
     report: Report,
     patches: Sequence[Patch],
     precision: Precision,
-    usable: Sequence[Patch],
+    tried: Mapping[str, Outcome],
     together: Sequence[str],
-    failed: Mapping[str, str],
 ) -> list[Variant]:
     rows = []
     for patch in patches:
         found = report[patch.name]
-        if patch in usable:
+        outcome = tried.get(patch.name)
+        state, why = _said(patch, found, outcome, report)
+        if outcome is not None and outcome.runs and outcome.has_effect:
             same_as = _other_name(patch.name, together)
-            rows.append(Variant(patch.name, precision, (patch.name,), found.state.value, same_as))
-        elif patch.name in failed:
-            why = f"a forward with it fails: {failed[patch.name]}"
-            rows.append(Variant(patch.name, precision, state=State.REFUSED.value, measured=False, why=why))
+            rows.append(Variant(patch.name, precision, (patch.name,), state.value, same_as, why=why))
         else:
-            rows.append(Variant(patch.name, precision, state=found.state.value, measured=False, why=found.why))
+            rows.append(Variant(patch.name, precision, state=state.value, measured=False, why=why))
     return rows
+
+
+def _said(patch: Patch, found: Row, outcome: Outcome | None, report: Report) -> tuple[State, str]:
+    """The state of a patch that is on alone, and what must be known of it."""
+    if outcome is None:
+        return found.state, found.why
+    if outcome.error:
+        return State.REFUSED, f"a forward with it fails: {outcome.error}"
+    if outcome.unproven:
+        return State.UNSAFE, f"alone it has no proof of headroom: {outcome.unproven.removeprefix(f'{patch.name}: ')}"
+    if outcome.idle:
+        return found.state, outcome.idle
+    if found.state is State.UNSAFE:
+        return State.UNSAFE, f"on by its name alone, as in no preset: {found.why}"
+    if found.state is State.NEEDLESS and isinstance(patch, StackPatch):
+        return State.NEEDLESS, f"a fallback for {patch.fallback_for}, measured in its place"
+    scaled = [each.name for each in list_patches() if _scales(each) and _applies(report, each)]
+    if patch.needs_proof and scaled:
+        return found.state, f"alone it is on only where there is headroom without {scaled[0]}"
+    if patch.unsafe_alone and scaled:
+        return State.UNSAFE, f"on by its name alone, as in no preset: its proof of headroom rests on {scaled[0]}"
+    return found.state, found.why
+
+
+def _applies(report: Report, patch: Patch) -> bool:
+    return any(row.patch == patch.name and row.state is State.APPLIES for row in report.rows)
 
 
 def _other_name(name: str, together: Sequence[str]) -> str:
@@ -168,31 +216,61 @@ def _other_name(name: str, together: Sequence[str]) -> str:
     return ""
 
 
-def _sets(usable: Sequence[Patch], together: Sequence[str], precision: Precision) -> list[Variant]:
-    if len(together) < 2:
-        return []
-    left_out = [patch.name for patch in usable if patch.name not in together]
-    why = f"without {', '.join(left_out)}, in conflict with another" if left_out else ""
-    rows = [Variant(ALL, precision, tuple(together), why=why)]
-    if len(together) > 2:
-        rows += [
-            Variant(f"all but {name}", precision, tuple(each for each in together if each != name)) for name in together
+@dataclasses.dataclass(frozen=True)
+class _Sets:
+    """The sets of several patches in one precision.
+
+    Attributes:
+        together: all that go together.
+        dependent: those of them that need the proof of headroom that another one gives.
+        trial: asked of the sets that hold a dependent one.
+    """
+
+    precision: Precision
+    together: Sequence[str]
+    dependent: Coalition
+    trial: Trial
+
+    def rows(self, usable: Sequence[Patch]) -> list[Variant]:
+        """All, and all but one."""
+        if len(self.together) < 2:
+            return []
+        left_out = [patch.name for patch in usable if patch.name not in self.together]
+        why = f"without {', '.join(left_out)}, in conflict with another" if left_out else ""
+        rows = [Variant(ALL, self.precision, tuple(self.together), why=why)]
+        return rows + ([self._all_but(name) for name in self.together] if len(self.together) > 2 else [])
+
+    def _all_but(self, name: str) -> Variant:
+        rest = tuple(each for each in self.together if each != name)
+        if self._possible(frozenset(rest)) == frozenset(rest):
+            return Variant(f"all but {name}", self.precision, rest)
+        needy = ", ".join(each for each in rest if each in self.dependent)
+        why = f"{needy} cannot be on without the headroom that {name} gives"
+        return Variant(f"all but {name}", self.precision, measured=False, why=why)
+
+    def further(self, rows: Sequence[Variant], orders: Sequence[Order]) -> list[Variant]:
+        """The coalitions that are no rows yet, each in the order of the first order."""
+        there = {frozenset(row.patches) for row in rows}
+        wanted = dict.fromkeys(map(self._possible, coalitions(orders)))
+        sets = [
+            tuple(each for each in orders[0] if each in coalition) for coalition in wanted if coalition not in there
         ]
-    return rows
+        return [Variant(" + ".join(each), self.precision, each, shown=False) for each in sets]
+
+    def _possible(self, coalition: Coalition) -> Coalition:
+        """Those of the patches that can be on together."""
+        names = [each for each in self.together if each in coalition]
+        runs = not coalition & self.dependent or self.trial(names).runs
+        return coalition if runs else coalition - self.dependent
 
 
-def _further(rows: Sequence[Variant], orders: Sequence[Order], precision: Precision) -> list[Variant]:
-    """The coalitions that are no rows yet, each in the order of the first order."""
-    there = {frozenset(row.patches) for row in rows}
-    sets = [tuple(each for each in orders[0] if each in coalition) for coalition in coalitions(orders)]
-    return [Variant(" + ".join(each), precision, each, shown=False) for each in sets if frozenset(each) not in there]
-
-
-def _compatible(patches: Sequence[Patch], trial: Trial) -> list[str]:
+def _compatible(patches: Sequence[Patch], tried: Mapping[str, Outcome], trial: Trial) -> list[str]:
     """As many of the patches, from the first on, as can be on one model together."""
     kept: list[Patch] = []
     for patch in patches:
-        conflict = any(patch.name in other.conflicts or other.name in patch.conflicts for other in kept)
-        if not conflict and not (kept and trial([each.name for each in (*kept, patch)])):
+        if rival(patch, kept) is not None:
+            continue
+        outcome = trial(_names([*kept, patch])) if kept else tried[patch.name]
+        if outcome.runs:
             kept.append(patch)
-    return [patch.name for patch in kept]
+    return _names(kept)

@@ -103,5 +103,5 @@ PATCH = SourcePatch(
     role=Role.BLOCK,
     edits=edits,
     sites=3,
-    unsafe_alone="in fp16 an overflow that stock clamps stays infinite, so it is applied only when asked for by name",
+    unsafe_alone="in fp16 an overflow that stock clamps stays infinite",
 )

@@ -80,7 +80,7 @@ PATCH = StackPatch(
     summary="the feed-forward's fp32 wo in a half-precision model -> half precision",
     contract=Contract.ROUNDING,
     parts={Role.FEED_FORWARD: Part(members={"state_dict": state_dict})},
-    unsafe_alone="wo is in fp32 because its product may overflow fp16, so it needs a proof of headroom",
+    unsafe_alone="wo is in fp32 because its product may overflow fp16",
     needs_proof=True,
     needless=needless,
     attach=attach,

@@ -39,7 +39,7 @@ def print_result(result: dict[str, Any], console: Console) -> None:
     for table in tables:
         _print_table(table, console)
     for variant, state, why in state_table(cells).rows:
-        console.print(Text(f"{variant} was not measured: {why or state} in this release."), soft_wrap=True)
+        console.print(Text(f"{variant} was not measured: {why or f'{state} in this release'}."), soft_wrap=True)
     for line in (f"{subject_line(result)}: {environment_line(result)}.", *remarks(result)):
         console.print(Text(line), soft_wrap=True)
 

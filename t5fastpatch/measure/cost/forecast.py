@@ -13,6 +13,7 @@ from torch import nn
 from ...engine import patched, status
 from ...errors import NotT5Error, T5FastPatchError
 from ...loading import described
+from ...patch import State
 from ..census import Census, census
 from ..census.fake import shapes_only, without_data
 from ..precision import Precision
@@ -39,11 +40,15 @@ class Sizes:
 
 @dataclasses.dataclass(frozen=True)
 class Forecast:
-    """One predicted time; `prediction` is `None` where the device does not have the dtype."""
+    """One predicted time; `prediction` is `None` where the device does not have the dtype.
+
+    `patches` are on; of those that need a proof of headroom, only the ones that were named, as there are no weights.
+    """
 
     device: str
     workload: str
     variant: str
+    patches: tuple[str, ...]
     prediction: Prediction | None
 
 
@@ -73,7 +78,7 @@ def forecast(
     _check(model)
     check_stock(status(model))
     try:
-        counted = _censuses(model, sizes, half, patches)
+        counted, on = _censuses(model, sizes, half, patches)
     except T5FastPatchError:
         raise
     except Exception as error:  # whatever a model's own code raises where there is no data, or where it wants more
@@ -81,12 +86,15 @@ def forecast(
         raise NotT5Error(f"no prediction for this {kind}, which does not run: {described(error)}") from error
     name = str(half.dtype).removeprefix("torch.")
 
+    def put_on(variant: str) -> tuple[str, ...]:
+        return on if variant == _patched(half) else ()
+
     def prediction(variant: str, work: Census, device: Device) -> Prediction | None:
         there = variant == STOCK_FP32 or name in device.rates
         return predict(work, device, tf32=tf32) if there else None
 
     return [
-        Forecast(device.name, workload, variant, prediction(variant, work, device))
+        Forecast(device.name, workload, variant, put_on(variant), prediction(variant, work, device))
         for device in devices
         for (workload, variant), work in counted.items()
     ]
@@ -94,8 +102,8 @@ def forecast(
 
 def _censuses(
     model: nn.Module, sizes: Sizes, half: Precision, patches: str | Sequence[str] | None
-) -> dict[tuple[str, str], Census]:
-    """By workload and variant."""
+) -> tuple[dict[tuple[str, str], Census], tuple[str, ...]]:
+    """By workload and variant; and which patches are on."""
     counted = {}
     with shapes_only():
         fp32, cast = without_data(model, torch.float32).eval(), without_data(model, half.dtype).eval()
@@ -103,10 +111,14 @@ def _censuses(
             counted[workload.name, STOCK_FP32] = census(workload.prepare(), fp32)
         for workload in _workloads(cast, sizes):
             counted[workload.name, stock(half)] = census(workload.prepare(), cast)
-        with patched(cast, patches):
+        with patched(cast, patches) as report:
             for workload in _workloads(cast, sizes):
-                counted[workload.name, f"patched {half}"] = census(workload.prepare(), cast)
-    return counted
+                counted[workload.name, _patched(half)] = census(workload.prepare(), cast)
+    return counted, tuple(row.patch for row in report.rows if row.state is State.ON)
+
+
+def _patched(half: Precision) -> str:
+    return f"patched {half}"
 
 
 def _workloads(model: Any, sizes: Sizes) -> list[Workload]:
