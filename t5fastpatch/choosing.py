@@ -9,12 +9,12 @@ from torch import nn
 
 from .classwide import process_wide
 from .findings import Survey
-from .headroom.places import Scaling
+from .headroom.places import UNSCALED, Scaling
 from .headroom.stacks import Stack
 from .install import Setup, setup_on
 from .parts import Parts
 from .patch import Patch, StackPatch, State
-from .planning import Evidence, Verdict, check_proven, judge
+from .planning import Evidence, Verdict, check_proven, judge, without_proof
 from .registry import Selection, check_conflict, rival
 
 Verdicts = Mapping[Stack, Verdict]
@@ -112,12 +112,31 @@ def _verdicts(patch: Patch, choice: Choice, scaled: Mapping[Stack, Scaling], evi
         # Its name is enough; a proof may cost seconds.
         return {stack: Verdict(State.APPLIES) for stack in stacks}
     held_back = _held_back(patch, choice) if not named else None
-    return {
-        stack: judge(patch, stack, scaled[stack], evidence)
-        if held_back is None or stack in held_back
-        else Verdict(State.NEEDLESS, f"not where {_first(patch)} is enough")
-        for stack in stacks
-    }
+    found = {}
+    for stack in stacks:
+        if held_back is not None and stack not in held_back:
+            found[stack] = Verdict(State.NEEDLESS, f"not where {_first(patch)} is enough")
+        else:
+            found[stack] = judge(patch, stack, scaled[stack], evidence)
+            if _takes_no_proof(patch, found[stack], named) and not _has_fallback(patch, stack, choice, evidence):
+                found[stack] = without_proof(found[stack])
+    return found
+
+
+def _takes_no_proof(patch: Patch, verdict: Verdict, named: bool) -> bool:
+    """Whether a stack may be rescaled though nothing proves that it is enough.
+
+    Upstream's checks stay on a half-precision stream, so nothing is lost; on an fp32 one they do not act.
+    """
+    scaled = verdict.state is State.UNSAFE and verdict.scaling is not None
+    return scaled and (named or not (isinstance(patch, StackPatch) and patch.wide))
+
+
+def _has_fallback(patch: Patch, stack: Stack, choice: Choice, evidence: Evidence) -> bool:
+    """Whether another patch of the selection has a proof where this one has none."""
+    others = (each for each, found in choice.surveys.items() if found.state is State.APPLIES)
+    fallbacks = (each for each in others if _first(each) == patch.name)
+    return any(judge(each, stack, UNSCALED, evidence).state is State.APPLIES for each in fallbacks)
 
 
 def _held_back(patch: Patch, choice: Choice) -> set[Stack] | None:

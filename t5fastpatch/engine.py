@@ -17,7 +17,7 @@ from .headroom.places import Scaling
 from .install import LOCK, Setup, check_forward, exchange_classes, patched_class, patches_on, setup_on
 from .parts import Parts
 from .patch import Patch, StackPatch, State
-from .planning import Evidence, reasons
+from .planning import Evidence, assumptions, reasons
 from .proof import guard
 from .registry import PRESETS, Selection, check_names, list_patches, names_of, rival, select
 from .report import Report, Row
@@ -151,7 +151,8 @@ def status(model: Any) -> Report:
 def _report(parts: Parts, surveys: Mapping[Patch, Survey], verdicts: Mapping[Patch, Verdicts]) -> Report:
     families = dict.fromkeys(family.name for _, cls in parts.modules if (family := family_of(cls)))
     rows = tuple(_row(parts, patch, found, verdicts.get(patch, {})) for patch, found in surveys.items())
-    return Report(f"{parts.name} ({', '.join(families)})", transformers_version(), rows)
+    assumes = assumptions(verdicts.values())
+    return Report(f"{parts.name} ({', '.join(families)})", transformers_version(), rows, assumes)
 
 
 def _row(parts: Parts, patch: Patch, found: Survey, verdicts: Verdicts) -> Row:

@@ -5,20 +5,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from .errors import ScaleError, UnprovenError, WrongTypeError
-from .headroom.places import FP16_MAX, Headroom, Place, Scaling, bits
-from .headroom.scaling import DATA_MARGIN, overflows, proposed
+from .headroom.places import FP16_MAX, Headroom, Scaling, bits
+from .headroom.scaling import CHECKED, SMALLEST_NORMAL, fit, harmless, margin_of, missing, overflows
 from .headroom.stacks import Stack
 from .patch import Patch, StackPatch, State
-
-# Below this a typical entry of the stream would leave fp16's normal numbers, and lose bits.
-_SMALLEST_ENTRY = 2.0**-14
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,14 +25,16 @@ class Verdict:
     Attributes:
         state: `APPLIES`, `NEEDLESS` or `UNSAFE`.
         why: a sentence.
-        scaling: the stack's scaling under the patch, for one that scales.
+        scaling: the stack's scaling, under a patch that scales; of an unsafe verdict, what may be had without proof.
         proven: whether it may be on because of a proof.
+        assumes: what the figures behind it take for granted, as sentences.
     """
 
     state: State
     why: str = ""
     scaling: Scaling | None = None
     proven: bool = False
+    assumes: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -53,28 +52,22 @@ class Evidence:
     scale: float | str = "auto"
 
     @functools.cached_property
-    def _headrooms(self) -> dict[Stack, list[tuple[Headroom, float]]]:
-        """For each stack what is known of it, the best first, each with the bits that must be left."""
+    def _headrooms(self) -> dict[Stack, list[Headroom]]:
         from .headroom.data import observe
         from .headroom.weights import bound
 
         if self.batches is not None and len(self.stacks) > 1:
             raise WrongTypeError("batches are inputs of one model: apply to each part by itself")
-        known: dict[Stack, list[tuple[Headroom, float]]] = {}
+        known: dict[Stack, list[Headroom]] = {}
         for root, stacks in self.stacks.items():
-            found = [(bound(root, stacks), 0.0)]
-            found += [] if self.batches is None else [(observe(root, self.batches, stacks), DATA_MARGIN)]
+            found = [bound(root, stacks)]
+            found += [] if self.batches is None else [observe(root, self.batches, stacks)]
             known |= dict.fromkeys(stacks, found)
         return known
 
-    def of(self, stack: Stack) -> list[tuple[Headroom, float]]:
-        """The headrooms that know the stack, the bound from the weights first."""
-        return [(each, margin) for each, margin in self._headrooms[stack] if any(each.of(stack.name))]
-
-    def unproven(self, stack: Stack) -> str:
-        """Why the weights give no proof for the stack; empty if they do."""
-        said = (each.unproven.get(stack.name, "") for each, _ in self._headrooms[stack])
-        return next(filter(None, said), "")
+    def of(self, stack: Stack) -> list[Headroom]:
+        """What is known of a stack, the bound from its weights first."""
+        return self._headrooms[stack]
 
 
 def judge(patch: Patch, stack: Stack, now: Scaling, evidence: Evidence) -> Verdict:
@@ -96,46 +89,59 @@ def _scaled(patch: StackPatch, stack: Stack, evidence: Evidence) -> Verdict:
         scaling = _as_given(evidence.scale, stack, wide=patch.wide)
         why = f"scale {_power(scaling.stream)} as given; {_after(stack, scaling, evidence)}"
         return Verdict(State.APPLIES, why, scaling)
-    smallest = ""
-    for headroom, margin in evidence.of(stack):
-        complete = headroom.source == "data" or not evidence.unproven(stack) or patch.wide
-        found = proposed(headroom, stack.name, margin, patch.scales, wide=patch.wide) if complete else None
-        if found is None:
-            continue
-        if found.stream < _smallest_scale(stack) and not patch.wide:
-            smallest = (
-                f"the bound from the {headroom.source} asks for a scale of {_power(found.stream)}, at which half "
-            )
-            smallest += "precision loses bits of small values: give batches, or a scale"
-            continue
-        if found.stream == 1.0 and not patch.wide:
+    if not patch.wide and _is_bfloat16(stack):
+        return Verdict(State.NEEDLESS, "bfloat16 holds what fp32 holds")
+    objections, unproven = [], None
+    for headroom in evidence.of(stack):
+        found, objection = fit(stack, headroom, patch.scales, wide=patch.wide)
+        if objection or found is None:
+            objections.append(objection)
+            unproven = unproven if found is None else harmless(found, stack)
+        elif found.stream == 1.0 and not patch.wide:
             return Verdict(State.NEEDLESS, f"fits as it is, {_after(stack, found, evidence)}")
-        return Verdict(State.APPLIES, f"scale {_power(found.stream)}; {_after(stack, found, evidence)}", found)
-    return Verdict(State.UNSAFE, smallest or f"no proof ({evidence.unproven(stack)}): give batches, or a scale")
+        else:
+            why = f"scale {_power(found.stream)}, {_after(stack, found, evidence)}"
+            return Verdict(State.APPLIES, why, found, assumes=tuple(headroom.assumes.get(stack.name, ())))
+    return Verdict(State.UNSAFE, f"{'; '.join(objections)}: give batches, or a scale", unproven)
+
+
+def without_proof(verdict: Verdict) -> Verdict:
+    """The verdict by which a stack is rescaled as far as costs nothing, though nothing says that this is enough."""
+    assert verdict.scaling is not None
+    return Verdict(State.APPLIES, f"scale {_power(verdict.scaling.stream)}, no proof: {verdict.why}", verdict.scaling)
 
 
 def _proven(patch: Patch, stack: Stack, now: Scaling, evidence: Evidence) -> Verdict:
-    why = f"no proof of headroom ({evidence.unproven(stack) or 'nothing is known of this stack'})"
-    for headroom, margin in evidence.of(stack):
-        if headroom.source == "weights" and evidence.unproven(stack) and not now.wide:
+    objections = []
+    for headroom in evidence.of(stack):
+        if missing(stack, headroom, wide=now.wide):
+            objections.append(
+                f"no proof of headroom by the {headroom.source} ({headroom.unproven.get(stack.name, '')})"
+            )
             continue
-        beyond = overflows(headroom, stack.name, now, margin)
+        beyond = overflows(headroom, stack.name, now, margin_of(headroom))
         if not beyond:
-            return Verdict(State.APPLIES, f"safe: {_after(stack, now, evidence)}", proven=True)
+            why, assumes = f"safe, {_after(stack, now, evidence)}", tuple(headroom.assumes.get(stack.name, ()))
+            return Verdict(State.APPLIES, why, proven=True, assumes=assumes)
         worst = max(beyond, key=lambda each: each.under(now))
-        why = f"{worst.place.value} may reach {worst.under(now):.3g} by the {headroom.source}, fp16 holds 65504"
-    return Verdict(State.UNSAFE, why)
+        reach = f"{worst.place.value} may reach {worst.under(now):.3g} by the {headroom.source}"
+        objections.append(f"{reach}, fp16 holds 65504")
+    return Verdict(State.UNSAFE, "; ".join(objections))
+
+
+def _is_bfloat16(stack: Stack) -> bool:
+    dtypes = {each.dtype for each in stack.module.parameters() if each.dim() > 1}
+    return torch.bfloat16 in dtypes and dtypes <= {torch.bfloat16, torch.float32}
 
 
 def _after(stack: Stack, scaling: Scaling, evidence: Evidence) -> str:
-    """The largest checked magnitude after scaling, per source."""
+    """The largest magnitude after scaling that an overflow check would see, by what is known."""
     said = []
-    for headroom, _ in evidence.of(stack):
-        values = [
-            each.under(scaling) for each in headroom.of(stack.name) if each.place not in (Place.SCORES, Place.LOGITS)
-        ]
-        largest = max(values, default=math.inf)
-        said.append(f"at most {largest:.3g} by the {headroom.source} ({bits(largest):.1f} bits left)")
+    for headroom in evidence.of(stack):
+        values = [each.under(scaling) for each in headroom.of(stack.name, *CHECKED)]
+        if values and not missing(stack, headroom, wide=scaling.wide):
+            left = f"{bits(max(values)):.1f} bits left"
+            said.append(f"at most {max(values):.3g} by the {headroom.source} ({left})")
     return ", ".join(said) or "nothing is known of its magnitudes"
 
 
@@ -150,21 +156,12 @@ def _as_given(scale: object, stack: Stack, *, wide: bool) -> Scaling:
         raise ScaleError(f'a scale is a positive power of two, 2**-5 say, or "auto", not {scale!r}')
     factor = float(scale)  # type: ignore[arg-type]
     largest = _largest_entry(stack)
-    if factor > 1 or largest * factor > FP16_MAX or (largest and largest * factor < _SMALLEST_ENTRY):
+    if factor > 1 or largest * factor > FP16_MAX or (largest and largest * factor < SMALLEST_NORMAL):
         raise ScaleError(
             f"a scale of {_power(factor)} does not fit the weights of {stack.name}: it is at most 1, and must leave "
-            f"their largest embedding, {largest:.3g}, between {_power(_SMALLEST_ENTRY)} and 65504"
+            f"their largest embedding, {largest:.3g}, between {_power(SMALLEST_NORMAL)} and 65504"
         )
     return Scaling(factor, factor, wide)
-
-
-def _smallest_scale(stack: Stack) -> float:
-    """The smallest scale that leaves a stack's embeddings among fp16's normal numbers."""
-    table = getattr(stack.embedding, "weight", None)
-    if stack.entry != "tokens" or table is None or table.is_meta or not table.numel():
-        return _SMALLEST_ENTRY
-    typical = float(torch.linalg.vector_norm(table.detach(), dtype=torch.float32)) / math.sqrt(table.numel())
-    return _SMALLEST_ENTRY / typical if typical > 0 else 1.0
 
 
 def _largest_entry(stack: Stack) -> float:
@@ -184,6 +181,16 @@ def reasons(verdicts: Mapping[Stack, Verdict]) -> str:
     if len(said) == 1:
         return next(iter(said))
     return "; ".join(f"{stack.name}: {verdict.why}" for stack, verdict in verdicts.items() if verdict.why)
+
+
+def assumptions(said: Iterable[Mapping[Stack, Verdict]]) -> tuple[str, ...]:
+    """What the verdicts by which something applies take for granted, each sentence with the stacks it is about."""
+    found: dict[str, dict[str, None]] = {}
+    for verdicts in said:
+        for stack, verdict in verdicts.items():
+            for assumed in verdict.assumes if verdict.state is State.APPLIES else ():
+                found.setdefault(assumed, {})[stack.name] = None
+    return tuple(f"{assumed} ({', '.join(names)})" for assumed, names in found.items())
 
 
 def check_proven(patch: Patch, verdicts: Mapping[Stack, Verdict]) -> None:

@@ -39,11 +39,19 @@ def _summary(row: Row) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """One row a patch. `print(report)` gives a table."""
+    """One row a patch. `print(report)` gives a table.
+
+    Attributes:
+        subject: the model's class and families, or the family.
+        transformers: the release.
+        rows: one for each patch.
+        assumes: what the proofs and scales in the rows take for granted, as sentences.
+    """
 
     subject: str
     transformers: str
     rows: tuple[Row, ...]
+    assumes: tuple[str, ...] = ()
 
     def __getitem__(self, patch: str) -> Row:
         for row in self.rows:
@@ -65,6 +73,8 @@ class Report:
         console = Console(file=io.StringIO(), width=110)
         console.print(Text(self._title))
         console.print(table)
+        if self.assumes:
+            console.print(Text(f"The figures by the weights and the data assume: {'; '.join(self.assumes)}."))
         text: str = console.file.getvalue()  # type: ignore[attr-defined]
         return text.rstrip("\n")
 
@@ -79,7 +89,8 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """The report as plain dicts, lists, strings and numbers."""
         rows = [{**dataclasses.asdict(row), "state": row.state.value} for row in self.rows]
-        return {"subject": self.subject, "transformers": self.transformers, "rows": rows}
+        about = {"subject": self.subject, "transformers": self.transformers}
+        return {**about, "rows": rows, "assumes": list(self.assumes)}
 
     def to_json(self, **options: Any) -> str:
         """`to_dict()` as JSON; `options` go to `json.dumps`."""

@@ -50,7 +50,9 @@ def scaled_product(linear: Any, x: torch.Tensor, factor: float) -> Any:
     rows = x.flatten(0, -2)
     # With beta 0 the first argument is not read.
     bias, beta = (rows.new_empty(()), 0.0) if linear.bias is None else (linear.bias, factor)
-    return torch.addmm(bias, rows, linear.weight.t(), beta=beta, alpha=factor).view(*x.shape[:-1], -1)
+    return torch.addmm(bias, rows, linear.weight.t(), beta=beta, alpha=factor).view(
+        *x.shape[:-1], linear.weight.shape[0]
+    )
 
 
 def _is_plain(linear: Any) -> bool:

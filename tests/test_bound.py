@@ -313,6 +313,17 @@ def test_half_weights_have_the_bound_of_the_same_weights_in_fp32() -> None:
     assert half == pytest.approx(table(bound(model.float())), rel=1e-12)
 
 
+def test_sums_of_blocks_of_states_that_fp16_cannot_hold_are_no_proof() -> None:
+    model = zoo.BY_NAME["longt5-global"].build()
+    largest = 65504 / (32**0.5 * 4)  # d_model and block size
+    with torch.no_grad():
+        model.encoder.block[0].layer[0].layer_norm.weight.fill_(0.9 * largest)
+    assert not bound(model).unproven
+    with torch.no_grad():
+        model.encoder.block[0].layer[0].layer_norm.weight.fill_(1.1 * largest)
+    assert "sums of blocks" in bound(model).unproven["encoder"]
+
+
 def test_a_head_that_scales_its_states_has_smaller_logits() -> None:
     plain, tied = (zoo.BY_NAME["t5"].build(tie_word_embeddings=tied) for tied in (False, True))
     with torch.no_grad():

@@ -279,6 +279,18 @@ def test_offloaded_weights_come_and_go_as_ever() -> None:
     assert observed(model, T5.batch()) == expected
 
 
+def test_attention_that_pytorch_does_not_see_is_eager_for_the_while() -> None:
+    model = T5.build()
+    if not hasattr(model.config, "_attn_implementation"):
+        pytest.skip("this release has eager attention only")
+    expected = observed(model, T5.batch())
+    for each in (model, model.encoder, model.decoder):
+        each.config._attn_implementation = "a kernel of the hub's"
+    before = everything(model)
+    assert observed(model, T5.batch()) == pytest.approx(expected, rel=1e-5)
+    assert everything(model) == before
+
+
 def test_what_is_no_batch_is_an_error_that_says_so() -> None:
     model = T5.build()
     with pytest.raises(WrongTypeError, match="put this one into a list"):
@@ -296,10 +308,12 @@ def test_what_is_no_batch_is_an_error_that_says_so() -> None:
 
 
 def headroom(source: str, **values: float) -> Headroom:
-    """Magnitudes of one block of an encoder, by place; the fixed hidden product as HIDDEN_FIXED."""
+    """Magnitudes of an encoder's two blocks, by place, 1 where not given; fixed hidden products as HIDDEN_FIXED."""
+    places = {"STREAM": 1.0, "ATTENTION": 1.0, "FEED_FORWARD": 1.0, "HIDDEN": 1.0, "PROJECTIONS": 1.0, **values}
     found = (
-        Magnitude("encoder", 0, Place[name.removesuffix("_FIXED")], value, name.endswith("_FIXED"))
-        for name, value in values.items()
+        Magnitude("encoder", layer, Place[name.removesuffix("_FIXED")], value, name.endswith("_FIXED"))
+        for layer in range(2)
+        for name, value in places.items()
     )
     return Headroom(source, tuple(found))
 

@@ -25,6 +25,7 @@ from t5fastpatch.measure.profiling.profiler import profile_call
 from t5fastpatch.measure.subject import attention_of
 from t5fastpatch.measure.timing import stopwatch_for
 from t5fastpatch.measure.workloads import Workload, block, decoder_step, search
+from t5fastpatch.rescaling import scaled_product
 
 DEVICE = torch.device("cuda")
 pytestmark = [
@@ -161,6 +162,32 @@ def test_all_patches_choose_the_same_tokens_but_where_two_are_as_good() -> None:
 
 
 # Kernels and waits
+
+
+@every_half
+def test_a_rescaled_product_is_finite_where_the_plain_one_is_not(dtype: torch.dtype) -> None:
+    """The factor acts on the accumulator: in fp16 the plain product is infinite, and this one is off by a rounding."""
+    linear = torch.nn.Linear(512, 256, bias=False, device=DEVICE, dtype=dtype)
+    x = torch.rand(4, 7, 512, generator=torch.Generator().manual_seed(0)).to(DEVICE, dtype) + 1
+    with torch.no_grad():
+        linear.weight.fill_(200)
+        found = scaled_product(linear, x, 2.0**-4).double()
+        exact = x.double() @ linear.weight.double().T * 2.0**-4
+        assert linear(x).isinf().all() == (dtype == torch.float16)
+    assert ((found - exact).abs() <= torch.finfo(dtype).eps * exact).all()
+
+
+@every_kind
+def test_a_model_that_overflows_in_fp16_is_near_fp32_once_it_is_patched(kind: zoo.Kind) -> None:
+    model, batch = built(kind), batch_of(kind)
+    with torch.no_grad():
+        for block in model.encoder.block:
+            block.layer[-1].DenseReluDense.wo.weight.mul_(2.0**14)
+    exact = logits(copy.deepcopy(model).float(), batch)
+    assert t5fastpatch.apply(model)["residual_rescale"].state is t5fastpatch.State.ON
+    found = logits(model, batch)
+    assert found.isfinite().all()
+    assert torch.cosine_similarity(found.float(), exact, dim=-1).min() > 0.999
 
 
 def kernels(profile: Profile) -> float:

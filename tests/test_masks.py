@@ -57,8 +57,9 @@ def build(kind: zoo.Kind, lower_bias: float = 0.0, **more: Any) -> Any:
         for name, parameter in model.named_parameters():
             if "relative_attention_bias" in name:
                 parameter.sub_(lower_bias)
-    if hasattr(model, "set_attn_implementation"):
-        model.set_attn_implementation("eager")
+    for each in model.modules():  # in 5.17 a model's own setting does not reach its stacks
+        if hasattr(each, "set_attn_implementation"):
+            each.set_attn_implementation("eager")
     return model.half().float()
 
 
@@ -346,8 +347,9 @@ import torch, transformers
 config = dict(vocab_size=96, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0)
 torch.manual_seed(0)
 model = transformers.T5EncoderModel(transformers.T5Config(**config)).eval().half()
-if hasattr(model, "set_attn_implementation"):
-    model.set_attn_implementation("eager")
+for each in model.modules():
+    if hasattr(each, "set_attn_implementation"):
+        each.set_attn_implementation("eager")
 for block in model.encoder.block:
     attention = block.layer[0].SelfAttention
     attention.q.weight.data.mul_(300)

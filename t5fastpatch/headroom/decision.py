@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-
-import torch
 
 from .places import FP16_MAX, Headroom, Magnitude, Scaling
-from .scaling import DATA_MARGIN, SCALED, overflows, proposed
+from .scaling import SCALED, fit, margin_of, overflows
 from .stacks import Stack
-
-# Below this, fp16 loses bits.
-_SMALLEST_NORMAL = 2.0**-14
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,32 +38,18 @@ def decide(stack: Stack, *headrooms: Headroom) -> Decision:
     others = next((each.source for each in headrooms if _others_fit(stack, each)), "")
     for headroom in headrooms:
         margin = margin_of(headroom)
-        found = proposed(headroom, stack.name, margin)
-        objection = _objection(stack, headroom, found, margin)
+        found, objection = fit(stack, headroom)
+        objection = objection or _beyond(stack, headroom, found)
         if not objection:
             return Decision(headroom.source, others, found, margin, tuple(why_not))
-        why_not.append(f"by the {headroom.source}: {objection}")
+        why_not.append(objection)
         scaling = found or scaling
     return Decision("", others, scaling, margin, tuple(why_not))
-
-
-def margin_of(headroom: Headroom) -> float:
-    """The bits that must be left, by what a headroom rests on."""
-    return DATA_MARGIN if headroom.source == "data" else 0.0
 
 
 def rescalable(magnitude: Magnitude) -> bool:
     """Whether rescaling reaches it."""
     return magnitude.place in SCALED and not magnitude.fixed
-
-
-def smallest_scale(stack: Stack) -> float:
-    """The smallest scale that leaves a typical embedding of a stack among fp16's normal numbers."""
-    weight = getattr(stack.embedding, "weight", None)
-    if stack.entry != "tokens" or weight is None or weight.is_meta or not weight.numel():
-        return _SMALLEST_NORMAL
-    typical = float(torch.linalg.vector_norm(weight.detach(), dtype=torch.float32)) / math.sqrt(weight.numel())
-    return _SMALLEST_NORMAL / typical if typical > 0 else 1.0
 
 
 def _others_fit(stack: Stack, headroom: Headroom) -> bool:
@@ -78,17 +58,14 @@ def _others_fit(stack: Stack, headroom: Headroom) -> bool:
     return bool(others) and stack.name not in headroom.unproven and all(each.value <= limit for each in others)
 
 
-def _objection(stack: Stack, headroom: Headroom, scaling: Scaling | None, margin: float) -> str:
-    """Why nothing can be decided by a headroom; empty if it can."""
-    if stack.name in headroom.unproven:
-        return headroom.unproven[stack.name]
-    if scaling is None:
-        return "a magnitude that rescaling would change is infinite, or none is known"
-    if scaling.stream < min(1.0, smallest_scale(stack)):
-        return f"a scale of 2^{math.log2(scaling.stream):.0f} would be needed, at which small values lose bits"
-    beyond = overflows(headroom, stack.name, scaling, margin)
-    if beyond:
-        worst = max(beyond, key=lambda each: each.under(scaling))
-        spare = f", and {margin:.0f} bits are to spare" if margin else ""
-        return f"the {worst.place.value} of block {worst.layer} may reach {worst.value:.3g}{spare}, at any scale"
-    return ""
+def _beyond(stack: Stack, headroom: Headroom, scaling: Scaling | None) -> str:
+    """What overflows at any scale; empty if nothing does."""
+    assert scaling is not None
+    beyond = overflows(headroom, stack.name, scaling, margin_of(headroom))
+    if not beyond:
+        return ""
+    worst = max(beyond, key=lambda each: each.under(scaling))
+    margin = margin_of(headroom)
+    spare = f", and {margin:.0f} bits are to spare" if margin else ""
+    place = f"the {worst.place.value} of block {worst.layer}"
+    return f"by the {headroom.source} {place} may reach {worst.value:.3g}{spare}, at any scale"

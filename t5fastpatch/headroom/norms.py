@@ -2,7 +2,7 @@
 
 Power iteration comes to a norm from below, which proves nothing. The Frobenius norm of a high power bounds it from
 above: rho(M)^k = rho(M^k) <= ||M^k||_F, within a factor n^(1/2k) for a positive semidefinite M. That takes matrix
-products alone, in fp64, whose rounding is counted along the way.
+products alone, whose rounding is counted along the way.
 """
 
 from __future__ import annotations
@@ -16,27 +16,38 @@ WIDEST, BLOCK = 1024, 512
 
 SQUARINGS = 6  # k = 64: for n = 1024 at most 5.6% too much of a squared norm, in practice 1% and less
 
-# What a Gram matrix is off by, as a share of its trace, if it sums up to 65,536 rows in fp64: 2**16 * 2**-53, twice.
+# What a Gram matrix is off by at most, as a share of its trace. In fp64: 2**-53 for each of up to 65,536 rows, twice.
 _GRAM_ERROR = 2.0**-36
+# With products in fp32 of PIECE rows at a time, summed in fp64: 2**8 * 2**-24, and two roundings before.
+PIECE = 256
+_NARROW_GRAM_ERROR = 2.0**-15
 
 
 def grams(rows: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The Gram matrices A_b^T A_b of a matrix's blocks of columns.
+    """The Gram matrices A_b^T A_b of a matrix's blocks of columns, from products in fp32 where that is what they are.
 
     Args:
-        rows: the matrix in pieces, each (some rows, columns) in fp64; one after the other is read.
+        rows: the matrix in pieces, each (at most PIECE rows, columns) in fp64; one after the other is read.
 
     Returns:
         One matrix, or for more than 1,024 columns one for each block of 512.
     """
     sums: list[torch.Tensor] = []
     for piece in rows:
-        blocks = torch.split(piece, BLOCK if piece.shape[1] > WIDEST else WIDEST, dim=1)
+        narrow = piece.float() if _fp32_is_fp32(piece) else piece
+        products = [
+            block.T @ block for block in torch.split(narrow, BLOCK if piece.shape[1] > WIDEST else WIDEST, dim=1)
+        ]
         if not sums:
-            sums = [block.new_zeros(block.shape[1], block.shape[1]) for block in blocks]
-        for total, block in zip(sums, blocks, strict=True):
-            total.addmm_(block.T, block)
+            sums = [product.new_zeros(product.shape, dtype=torch.float64) for product in products]
+        for total, product in zip(sums, products, strict=True):
+            total.add_(product)
     return sums
+
+
+def _fp32_is_fp32(piece: torch.Tensor) -> bool:
+    """Whether products in fp32 are that, and no tf32 or bfloat16 as a program may have asked for."""
+    return piece.device.type == "cpu" and torch.get_float32_matmul_precision() == "highest"
 
 
 def squared_norm(blocks: Sequence[torch.Tensor]) -> float:
@@ -45,7 +56,9 @@ def squared_norm(blocks: Sequence[torch.Tensor]) -> float:
     With more than one block it rests on ||[A_1 ... A_k]||^2 <= ||A_1||^2 + ... + ||A_k||^2, which is 4.5 times too much
     for the 8 blocks of a random 10240 x 4096 matrix.
     """
-    return sum(float(largest_eigenvalue(block)) for block in blocks)
+    # Symmetric matrices' eigenvalues move by no more than a perturbation's norm (Weyl).
+    error = _NARROW_GRAM_ERROR * sum(float(_trace(block)) for block in blocks)
+    return error + sum(float(largest_eigenvalue((block + block.T) / 2)) for block in blocks)
 
 
 def largest_eigenvalue(gram: torch.Tensor) -> torch.Tensor:

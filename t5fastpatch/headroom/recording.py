@@ -15,7 +15,8 @@ from .places import Magnitude, Place
 from .stacks import Attention, FeedForward, Stack
 
 _PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.einsum, torch.bmm)
-_SOFTMAXES = (nn.functional.softmax, torch.softmax, torch.Tensor.softmax)
+_SDPA = nn.functional.scaled_dot_product_attention
+_SOFTMAXES = (nn.functional.softmax, torch.softmax, torch.Tensor.softmax, _SDPA)
 
 
 class Peaks:
@@ -101,7 +102,7 @@ class Recorder(contextlib.ExitStack):
 
 
 class Scores(TorchFunctionMode):
-    """Takes note of the last product before the softmax, in an attention whose forward has begun."""
+    """Takes note of the last product before the softmax, or inside of SDPA, once an attention's forward has begun."""
 
     def __init__(self, peaks: Peaks) -> None:
         super().__init__()
@@ -116,6 +117,9 @@ class Scores(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if self._attention is not None and func is _SDPA:
+            query, key, *_ = args
+            self._product = _peak(query @ key.transpose(-2, -1))
         if self._product is not None and func in _SOFTMAXES:
             self._peaks.take(self._attention, self._product)
             self._attention = self._product = None

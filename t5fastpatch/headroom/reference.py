@@ -63,8 +63,8 @@ class InFloat32(TorchFunctionMode):
 
 @contextlib.contextmanager
 def as_reference(root: nn.Module) -> Iterator[None]:
-    """Within it, calls of the model are in fp32, with eager attention, in eval mode, without gradients and without the
-    patches of this one model.
+    """Within it, calls of the model are in fp32 and in eval mode, without gradients and without the patches of this one
+    model, with no attention but eager or SDPA.
 
     Parameters and buffers are not touched. Patches, modes and the attention implementation are put back, also after an
     exception.
@@ -74,7 +74,7 @@ def as_reference(root: nn.Module) -> Iterator[None]:
     """
     mode = InFloat32(frozenset(each.device.type for each in root.parameters()) - {"meta"})
     with contextlib.ExitStack() as stack:
-        for prepare in (_unpatched, _evaluating, _eager_attention):
+        for prepare in (_unpatched, _evaluating, _visible_attention):
             stack.enter_context(prepare(root))
         for context in (_hooks_outside(root, mode), _not_compiled(), torch.no_grad(), mode):
             stack.enter_context(context)
@@ -114,11 +114,11 @@ def _evaluating(root: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _eager_attention(root: nn.Module) -> Iterator[None]:
-    """Attention whose scores are a tensor; releases that know no other have no setting."""
+def _visible_attention(root: nn.Module) -> Iterator[None]:
+    """Attention whose queries and keys PyTorch sees: eager in place of kernels, which would not take fp32 either."""
     held = {id(config): config for module in root.modules() for config in _configurations(getattr(module, "config", 0))}
     before = [(config, config._attn_implementation) for config in held.values()]
-    changed = [(config, kind) for config, kind in before if kind not in (None, "eager")]
+    changed = [(config, kind) for config, kind in before if kind not in (None, "eager", "sdpa")]
     try:
         for config, _ in changed:
             config._attn_implementation = "eager"

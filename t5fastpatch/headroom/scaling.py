@@ -5,12 +5,71 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
+import torch
+
 from .places import FP16_MAX, Headroom, Magnitude, Place, Scaling
+from .stacks import Stack
 
 DATA_MARGIN = 3.0  # bits that what was observed must stay below what fp16 holds
 SCALED = frozenset({Place.STREAM, Place.ATTENTION, Place.FEED_FORWARD, Place.HIDDEN})
 # Infinite scores make NaN with stock's checks as without, and nothing is added to infinite logits.
 CHECKED = SCALED | {Place.GATE, Place.PROJECTIONS}
+_IN_EVERY_BLOCK = CHECKED - {Place.GATE}  # which only gated feed-forwards have
+
+# Below this fp16 loses bits.
+SMALLEST_NORMAL = 2.0**-14
+
+
+def margin_of(headroom: Headroom) -> float:
+    """The bits that must be left, by what a headroom rests on."""
+    return DATA_MARGIN if headroom.source == "data" else 0.0
+
+
+def fit(
+    stack: Stack, headroom: Headroom, places: Collection[Place] = SCALED, *, wide: bool = False
+) -> tuple[Scaling | None, str]:
+    """The scaling by which a headroom says that a stack fits into fp16, and what speaks against it.
+
+    Args:
+        stack: the stack.
+        headroom: what is known of it.
+        places: those that are to fit.
+        wide: whether the residual stream is in fp32.
+
+    Returns:
+        As `proposed`, with the margin of the headroom; and the objection, empty if there is none.
+    """
+    if missing(stack, headroom, wide=wide):
+        return None, headroom.unproven.get(stack.name, f"the {headroom.source} do not say all of this stack")
+    found = proposed(headroom, stack.name, margin_of(headroom), places, wide=wide)
+    if found is None:
+        return None, f"by the {headroom.source} a magnitude is infinite"
+    if found.stream < smallest_scale(stack):
+        scale = f"2^{math.log2(found.stream):.0f}"
+        return found, f"by the {headroom.source} a scale of {scale} is needed, at which small values lose bits"
+    return found, ""
+
+
+def harmless(scaling: Scaling, stack: Stack) -> Scaling:
+    """The scaling nearest to `scaling` at which a stack's small values lose no bits."""
+    smallest = 2.0 ** math.ceil(math.log2(smallest_scale(stack)))
+    return Scaling(max(scaling.stream, smallest), max(scaling.hidden, smallest), scaling.wide)
+
+
+def missing(stack: Stack, headroom: Headroom, *, wide: bool = False) -> bool:
+    """Whether a headroom leaves out a place of some block, the residual stream of a wide stack aside."""
+    wanted = _IN_EVERY_BLOCK - {Place.STREAM} if wide else _IN_EVERY_BLOCK
+    known = {(each.layer, each.place) for each in headroom.of(stack.name)}
+    return not known.issuperset((layer, place) for layer in range(len(stack.layers)) for place in wanted)
+
+
+def smallest_scale(stack: Stack) -> float:
+    """The smallest scale, at most 1, that leaves a typical embedding of a stack among fp16's normal numbers."""
+    weight = getattr(stack.embedding, "weight", None)
+    if stack.entry != "tokens" or weight is None or weight.is_meta or not weight.numel():
+        return SMALLEST_NORMAL
+    typical = float(torch.linalg.vector_norm(weight.detach(), dtype=torch.float32)) / math.sqrt(weight.numel())
+    return min(1.0, SMALLEST_NORMAL / typical) if typical > 0 else 1.0
 
 
 def proposed(

@@ -29,7 +29,6 @@ from .plain import Names, check_activation, enlargement, gain_of, weight_of, wid
 from .stacks import Attention, FeedForward
 
 _HALF, _TINY, _SINGLE = 2.0**-11, 2.0**-25, 2.0**-24
-_ROWS = 256  # of a weight that are read at a time: they stay in the processor's cache
 _ROUNDED = 1 + 8 * _HALF
 _WEIGHTS_SUM = 1 + _HALF + 65536 * (_TINY + _SINGLE)
 
@@ -92,7 +91,7 @@ class _Product:
 
     def pieces(self) -> Iterator[torch.Tensor]:
         """A in fp64, some rows at a time."""
-        return (wide(rows) * self._gain for rows in torch.split(self._weight, _ROWS))
+        return (wide(rows) * self._gain for rows in torch.split(self._weight, norms.PIECE))
 
     @property
     def rows(self) -> torch.Tensor:
@@ -231,7 +230,7 @@ def _largest_score(query: _Product, key: _Product, heads: int) -> float:
 
 def _scaled(product: _Product, factors: torch.Tensor) -> Iterator[torch.Tensor]:
     """A with its rows times these factors, some rows at a time."""
-    pieces = zip(product.pieces(), torch.split(factors, _ROWS), strict=True)
+    pieces = zip(product.pieces(), torch.split(factors, norms.PIECE), strict=True)
     return (piece * factor[:, None] for piece, factor in pieces)
 
 
@@ -243,7 +242,7 @@ def _mixed(output: torch.Tensor, length: torch.Tensor, coordinate: torch.Tensor)
 
 def _absolute(weight: torch.Tensor) -> Iterator[torch.Tensor]:
     """The absolute weights in fp64, with what underflow can add, some rows at a time."""
-    return (wide(rows).abs().add_(_TINY) for rows in torch.split(weight, _ROWS))
+    return (wide(rows).abs().add_(_TINY) for rows in torch.split(weight, norms.PIECE))
 
 
 def _summed(terms: int) -> float:

@@ -13,7 +13,7 @@ from torch import nn
 
 from ..errors import NotT5Error
 from . import sublayers
-from .places import Headroom, Magnitude, Place
+from .places import FP16_MAX, Headroom, Magnitude, Place
 from .plain import Names, NoProofError, check_code, enlargement, table_of
 from .stacks import Attention, FeedForward, Stack, stacks_of
 from .sublayers import Bounds, Normed
@@ -110,8 +110,14 @@ class _OfStack:
             return [final_state(self.stack.source, self.names)]
         # LongT5's transient-global attention norms the sums of blocks of states once more.
         aggregates = getattr(sub_layer.module, "global_input_layer_norm", None)
-        every = [sub_layer.norm] if aggregates is None else [sub_layer.norm, aggregates]
-        return [Normed.by(norm, self.names) for norm in every]
+        states = Normed.by(sub_layer.norm, self.names)
+        if aggregates is None:
+            return [states]
+        module: Any = sub_layer.module
+        largest = float(states.largest.max()) * module.global_block_size
+        if not largest <= FP16_MAX:
+            raise NoProofError(f"sums of blocks of normed states can reach {largest:.3g}")
+        return [states, Normed.by(aggregates, self.names)]
 
     def _add(self, layer: int | None, place: Place, value: float, fixed: bool = False) -> None:
         self.magnitudes.append(Magnitude(self.stack.name, layer, place, value, fixed))
