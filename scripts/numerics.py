@@ -317,8 +317,9 @@ def report(rows: Sequence[Row], scales: Sequence[Mapping[str, float | None]], tw
         f"Over {len(rows)} models, with peaks of {min(peaks):.2g} to {max(peaks):.2g}: bf16's mean error is "
         f"{min(fast):.1f} to {max(fast):.1f} times that of `fast` (geometric mean "
         f"{statistics.geometric_mean(fast):.1f}). Over the {len(accurate)} of them that stock with an fp32 `wo` brings "
-        f"nearer to fp32 than bf16 does, the mean error of `accurate` is {statistics.geometric_mean(accurate):.2f} times as large as its "
-        f"(geometric mean; at most {max(accurate):.2f})."
+        f"nearer to fp32 than bf16 does, the mean error of `accurate` is "
+        f"{statistics.geometric_mean(accurate):.2f} times as large as its (geometric mean; at most "
+        f"{max(accurate):.2f})."
     )
     parts = [
         summary,

@@ -76,7 +76,7 @@ class Planted:
     def _batch(self, seed: int) -> Batch:
         generator = torch.Generator().manual_seed(seed)
         batch: Batch = zoo.BY_NAME[self.kind].batch()
-        for name in batch.keys() & {"input_ids", "labels"}:
+        for name in [each for each in ("input_ids", "labels") if each in batch]:
             batch[name] = torch.randint(2, zoo.VOCABULARY, batch[name].shape, generator=generator)
         if "flattened_patches" in batch:
             patches = batch["flattened_patches"]

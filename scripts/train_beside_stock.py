@@ -204,9 +204,9 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def write_table(text: str, path: Path) -> None:
     """Puts the table between its marks."""
-    begin, end = "<!-- training: begin -->\n", "\n<!-- training: end -->"
+    begin, end = "<!-- training: begin -->", "<!-- training: end -->"
     before, rest = path.read_text(encoding="utf-8").split(begin)
-    path.write_text(f"{before}{begin}\n{text}\n{end}{rest.split(end)[1]}", encoding="utf-8")
+    path.write_text(f"{before}{begin}\n\n{text}\n\n{end}{rest.split(end)[1]}", encoding="utf-8")
 
 
 def main(

@@ -39,10 +39,10 @@ class Choice:
     verdicts: dict[Patch, Verdicts] = dataclasses.field(default_factory=dict)
 
     def setup(self, module: nn.Module, cls: type) -> Setup:
-        """What a module will have."""
+        """What a module will have; what rests on a proof is judged anew."""
         setup, stack = setup_on(module), self.parts.stack(module)
-        if stack is not None and self._is_rescaled(stack):
-            setup = setup.without(setup.proven)  # the proof was of another scale
+        rescaled = stack is not None and self._is_rescaled(stack)
+        setup = setup.without(setup.proven if rescaled else setup.proven & set(self.verdicts))
         for patch in self.patches:
             verdict = self._verdict(patch, module, cls)
             if verdict.state is State.APPLIES:

@@ -65,6 +65,7 @@ def profile(
     """Show where the time of one call goes, and what patches change in it, op by op."""
     check_outputs(json, folder=trace)
     # Imported here, so that the command's help needs no torch.
+    from .headroom.steady import steady_weights
     from .loading import quiet
     from .measure.precision import precision_of
     from .measure.settings import Settings
@@ -86,9 +87,10 @@ def profile(
         print("nothing to patch in this model: it is profiled as it is", file=sys.stderr)
         patches, against = STOCK, NONE if against == STOCK else against
     names = [patches] if against == NONE else [against, patches]
-    variants = _profiled(
-        subject, cell, [_variant(name, subject, precision) for name in names], _How(calls, host, trace)
-    )
+    with steady_weights():
+        variants = _profiled(
+            subject, cell, [_variant(name, subject, precision) for name in names], _How(calls, host, trace)
+        )
     _report(subject, cell, variants, top, json)
 
 

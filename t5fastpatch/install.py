@@ -262,6 +262,8 @@ def _teach_copying(derived: Any, base: type) -> None:
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
         constructor, args, *state = super(derived, self).__reduce_ex__(protocol)
+        for patch in (each for each in patches_on(self) if isinstance(each, StackPatch)):
+            state[:1] = [patch.unpatched(self, each) for each in state[:1]]
         # pickle insists that `copyreg.__newobj__` gets the instance's own class; `object.__new__` does the same.
         constructor = object.__new__ if constructor is copyreg.__newobj__ else constructor  # type: ignore[attr-defined]
         return (constructor, tuple(base if arg is derived else arg for arg in args), *state)

@@ -218,6 +218,7 @@ class StackPatch(Patch):
         objection: why it may not be on a stack, whatever is known of its magnitudes; empty if it may.
         attach, detach: what else happens to a module of the stack when the patch comes and goes; `detach` undoes
             `attach` to the bit.
+        unpatched: what a pickle of the module holds, made of the module and its state: upstream's state.
     """
 
     parts: Mapping[Role, Part]
@@ -228,6 +229,9 @@ class StackPatch(Patch):
     objection: Callable[[Stack], str] = dataclasses.field(default=lambda stack: "", kw_only=True)
     attach: Callable[[nn.Module], None] = dataclasses.field(default=lambda module: None, kw_only=True)
     detach: Callable[[nn.Module], None] = dataclasses.field(default=lambda module: None, kw_only=True)
+    unpatched: Callable[[nn.Module, dict[str, Any]], dict[str, Any]] = dataclasses.field(
+        default=lambda module, state: state, kw_only=True
+    )
 
     @property
     def roles(self) -> frozenset[Role]:

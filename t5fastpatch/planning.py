@@ -54,13 +54,13 @@ class Evidence:
     @functools.cached_property
     def _headrooms(self) -> dict[Stack, list[Headroom]]:
         from .headroom.data import observe
-        from .headroom.weights import bound
+        from .headroom.steady import bound_of
 
         if self.batches is not None and len(self.stacks) > 1:
             raise WrongTypeError("batches are inputs of one model: apply to each part by itself")
         known: dict[Stack, list[Headroom]] = {}
         for root, stacks in self.stacks.items():
-            found = [bound(root, stacks)]
+            found = [bound_of(root, stacks)]
             found += [] if self.batches is None else [observe(root, self.batches, stacks)]
             known |= dict.fromkeys(stacks, found)
         return known

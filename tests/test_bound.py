@@ -338,6 +338,14 @@ def test_a_head_that_scales_its_states_has_smaller_logits() -> None:
         assert largest <= table(bound(model))["decoder", None, Place.LOGITS]
 
 
+def test_autocast_around_it_changes_nothing() -> None:
+    model = zoo.BY_NAME["t5-v1.1"].build()
+    with torch.autocast("cpu", torch.float16):
+        assert bound(model) == bound(model)
+        inside = bound(model)
+    assert inside == bound(model)
+
+
 def test_an_encoder_alone_has_no_logits() -> None:
     model = transformers.T5EncoderModel(zoo.BY_NAME["t5"].config())
     headroom = bound(model)

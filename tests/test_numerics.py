@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterator
 
 import numerics
 import pytest
@@ -17,7 +18,16 @@ from t5fastpatch.measure.subject import load
 PATCHED = (FAST, ACCURATE, DEFAULT)
 WAYS = (CLAMPED, FP32_WO, STOCK_BF16, *PATCHED)
 # The attention's outputs, an eighth of it, fit: else stock's fp32 `wo` gives no number to compare with.
-PEAK = 1.5e5
+PEAK = 2e5
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """The models are so small that two threads would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +52,7 @@ def of(rows: list[Row], way: Way) -> list[Figures]:
 
 def test_the_models_reach_their_peak_and_stock_fp16_is_ruined_by_it(rows: list[Row]) -> None:
     assert all(PEAK / 2 < peak < PEAK * 8 for _, peak, _ in rows)
-    assert all(each.nonfinite or (each.mean or 0) > 0.1 for each in of(rows, CLAMPED))
+    assert min(quotients(rows, CLAMPED, STOCK_BF16)) > 4
 
 
 @pytest.mark.parametrize("way", PATCHED, ids=str)

@@ -47,7 +47,7 @@ def bound(root: nn.Module, stacks: Sequence[Stack] | None = None) -> Headroom:
     names = Names(root)
     magnitudes: list[Magnitude] = []
     assumes, unproven = {}, {}
-    with torch.no_grad():
+    with torch.no_grad(), _no_autocast():
         for stack in found:
             one = _OfStack(root, stack, names)
             with one.reasons():
@@ -57,6 +57,16 @@ def bound(root: nn.Module, stacks: Sequence[Stack] | None = None) -> Headroom:
                 unproven[stack.name] = "; ".join(one.why)
             assumes[stack.name] = tuple(one.assumes)
     return Headroom("weights", tuple(magnitudes), assumes, unproven)
+
+
+@contextlib.contextmanager
+def _no_autocast() -> Iterator[None]:
+    """Products in the dtypes that they are asked for, wherever the caller is."""
+    with contextlib.ExitStack() as stack:
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
 
 
 class _OfStack:

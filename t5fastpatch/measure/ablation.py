@@ -13,6 +13,7 @@ import torch
 from ..engine import status
 from ..errors import NotT5Error, T5FastPatchError
 from ..extra import require
+from ..headroom.steady import steady_weights
 from ..loading import described
 from ..registry import list_patches, select
 from ..report import Report
@@ -67,7 +68,7 @@ def run(
         T5FastPatchError: a setting names something that is not there, a patch is on already, or a library is missing:
             sacrebleu for results and the Trainer, accelerate for the Trainer.
     """
-    with torch.no_grad(), _threads(settings):
+    with torch.no_grad(), _threads(settings), steady_weights():
         return _Run(settings, progress, store, wanted).result()
 
 

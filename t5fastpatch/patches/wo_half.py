@@ -8,6 +8,7 @@ brings them back.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -16,21 +17,18 @@ from torch import nn
 from ..headroom.stacks import FeedForward, Stack
 from ..patch import Contract, Part, Role, StackPatch
 
-_KEPT = "t5fastpatch_wo"  # plain attribute of the dense module: the fp32 weight, where half precision lost some of it
+# Plain attribute of the dense module: the fp32 weight, `None` where half precision holds it to the bit, and that dtype.
+_KEPT = "t5fastpatch_wo"
 
 
 def half_dtype(dense: Any) -> Any:
     """The half dtype of a dense module whose `wo` alone is fp32; `None` for any other."""
-    wo = getattr(dense.wo, "weight", None)
-    other = getattr(dense.wi_0 if hasattr(dense, "wi_0") else dense.wi, "weight", None)
-    if (
-        type(dense.wo) is not nn.Linear
-        or type(wo) is not nn.Parameter
-        or wo.dtype is not torch.float32
-        or other is None
-    ):
+    wo = dense.wo
+    if type(wo) is not nn.Linear or type(wo.weight) is not nn.Parameter or wo.bias is not None:
         return None
-    return other.dtype if other.dtype in (torch.float16, torch.bfloat16) else None
+    other = getattr(getattr(dense, "wi_0", None) or dense.wi, "weight", None)
+    half = isinstance(other, torch.Tensor) and other.dtype in (torch.float16, torch.bfloat16)
+    return other.dtype if half and wo.weight.dtype is torch.float32 else None
 
 
 def needless(stack: Stack) -> str:
@@ -50,19 +48,25 @@ def attach(dense: Any) -> None:
     if dtype is None:
         return
     full = dense.wo.weight.data
-    half = full.to(dtype)
-    setattr(dense, _KEPT, None if torch.equal(half.float(), full) else full.cpu())
-    dense.wo.weight.data = half
-    if dense.wo.bias is not None:
-        dense.wo.bias.data = dense.wo.bias.data.to(dtype)
+    dense.wo.weight.data = half = full.to(dtype)
+    setattr(dense, _KEPT, (None if torch.equal(half.float(), full) else full.cpu(), dtype))
 
 
 def detach(dense: Any) -> None:
     """Brings back the fp32 `wo`, to the bit."""
-    if _KEPT not in vars(dense):
-        return
-    kept, weight = vars(dense).pop(_KEPT), dense.wo.weight
-    weight.data = weight.data.float() if kept is None else kept.to(weight.device)
+    if _KEPT in vars(dense):
+        dense.wo.weight.data = full_weight(dense)
+        delattr(dense, _KEPT)
+
+
+def full_weight(dense: Any) -> torch.Tensor:
+    """The fp32 weight of a `wo` in half precision: the kept one, but for what has been trained or loaded since."""
+    kept, dtype = vars(dense)[_KEPT]
+    weight: torch.Tensor = dense.wo.weight.data
+    if kept is None:
+        return weight.float()
+    kept = kept.to(weight.device)
+    return torch.where(kept.to(dtype) == weight, kept, weight.float())
 
 
 def state_dict(self: Any, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
@@ -70,9 +74,18 @@ def state_dict(self: Any, *args: Any, destination: Any = None, prefix: str = "",
     found = nn.Module.state_dict(self, *args, destination=destination, prefix=prefix, keep_vars=keep_vars)
     name = f"{prefix}wo.weight"
     if _KEPT in vars(self) and name in found and not keep_vars:
-        kept = vars(self)[_KEPT]
-        found[name] = found[name].float() if kept is None else kept.to(found[name].device)
+        found[name] = full_weight(self)
     return found
+
+
+def unpatched(dense: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """A dense module's state, for a pickle, with the fp32 `wo`."""
+    if _KEPT not in state:
+        return state
+    wo = copy.copy(dense.wo)
+    wo._parameters = {**wo._parameters, "weight": nn.Parameter(full_weight(dense), dense.wo.weight.requires_grad)}
+    kept = {name: value for name, value in state.items() if name != _KEPT}
+    return {**kept, "_modules": {**state["_modules"], "wo": wo}}
 
 
 PATCH = StackPatch(
@@ -85,4 +98,5 @@ PATCH = StackPatch(
     needless=needless,
     attach=attach,
     detach=detach,
+    unpatched=unpatched,
 )
