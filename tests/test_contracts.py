@@ -358,8 +358,12 @@ def test_switchs_router_softmax_is_no_match() -> None:
 def test_every_family_has_what_the_design_says(kind: zoo.Kind) -> None:
     report = t5fastpatch.status(kind.build())
     minor = tuple(map(int, report.transformers.split(".")[:2]))
-    assert report["skip_inf_check"].state is State.UNSAFE
+    assert report["skip_inf_check"].state is State.APPLIES
+    assert "by the weights" in report["skip_inf_check"].why
     assert report["skip_inf_check"].sites == 3
+    assert report["wo_half"].state is State.NEEDLESS
+    assert report["residual_rescale"].state in (State.NEEDLESS, State.UNSAFE)
+    assert report["residual_rescale"].sites >= 5
     assert report["layer_norm"].state is State.APPLIES
     longt5 = kind.family == "longt5"
     softmax = report["softmax_dtype"]

@@ -19,7 +19,7 @@ from torch import nn
 import t5fastpatch
 from t5fastpatch import State, proof
 from t5fastpatch.errors import MetaDeviceError, ScaleError, T5FastPatchError, UnprovenError, WrongTypeError
-from t5fastpatch.headroom import weights
+from t5fastpatch.headroom import steady
 from t5fastpatch.headroom.places import Headroom, Place
 from t5fastpatch.install import setup_on
 from t5fastpatch.proof import withdraw
@@ -77,10 +77,10 @@ def outputs(model: Any) -> Any:
 @pytest.fixture
 def bounded(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Makes the bound from the weights say something else."""
-    real = weights.bound
+    real = steady.bound
 
     def pretend(change: Callable[[Headroom], Headroom]) -> None:
-        monkeypatch.setattr(weights, "bound", lambda root, stacks=None: change(real(root, stacks)))
+        monkeypatch.setattr(steady, "bound", lambda root, stacks=None: change(real(root, stacks)))
 
     return pretend
 
