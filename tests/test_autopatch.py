@@ -113,6 +113,62 @@ def test_a_wrong_name_is_one_line_and_the_program_runs_unpatched(script: Any) ->
         assert name in said[0]
 
 
+LOADED = """
+import tempfile
+import torch, transformers
+from transformers import T5Config, T5ForConditionalGeneration
+from t5fastpatch.install import patches_on, setup_on
+
+torch.manual_seed(0)
+config = T5Config(vocab_size=96, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0)
+made = T5ForConditionalGeneration(config).eval()
+with torch.no_grad():
+    for name, parameter in made.named_parameters():
+        if name.endswith("wo.weight"):
+            parameter.mul_(2.0**13)
+folder = tempfile.mkdtemp()
+made.save_pretrained(folder)
+half = {"dtype" if int(transformers.__version__[0]) > 4 else "torch_dtype": torch.float16}
+model, info = T5ForConditionalGeneration.from_pretrained(folder, output_loading_info=True, **half)
+print(sorted({patch.name for module in made.modules() for patch in patches_on(module)}))
+print(sorted({patch.name for module in model.modules() for patch in patches_on(module)}))
+print(setup_on(model.encoder).scaling.stream < 1, {p.dtype for p in model.encoder.parameters()} == {torch.float16})
+ids = torch.arange(2, 12)[None]
+with torch.no_grad():
+    true, found = (each.eval()(input_ids=ids, labels=ids).logits.float() for each in (made, model))
+print(bool(torch.cosine_similarity(true, found, dim=-1).min() > 0.999))
+"""
+
+
+def test_a_preset_puts_on_what_is_proven_when_a_model_is_loaded(script: Any) -> None:
+    out, said = run(script(LOADED), variable="safe")
+    assert out == ["[]", "['residual_rescale', 'skip_inf_check', 'wo_half']", "True True", "True"]
+    assert len(said) == 2
+    assert "skip_inf_check unsafe" in said[0]
+    assert "skip_inf_check on" in said[1]
+
+
+def test_patches_that_depend_on_the_weights_are_put_on_what_is_loaded_by_name(script: Any) -> None:
+    out, said = run(script(LOADED), variable="residual_rescale,wo_half")
+    assert out == ["[]", "['residual_rescale', 'wo_half']", "True True", "True"]
+    assert "residual_rescale on" in said[1]
+    assert "wo_half on" in said[1]
+
+
+def test_loading_another_model_says_nothing(script: Any) -> None:
+    other = """
+    import tempfile, transformers, transformers.models.t5.modeling_t5
+    from transformers import BertConfig, BertModel
+    folder = tempfile.mkdtemp()
+    config = BertConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    BertModel(config).save_pretrained(folder)
+    print(type(BertModel.from_pretrained(folder)).__name__)
+    """
+    out, said = run(script(other), variable="safe")
+    assert out == ["BertModel"]
+    assert len(said) == 1
+
+
 def test_what_is_unsafe_alone_is_not_in_all(script: Any) -> None:
     out, said = run(script(MODEL + SHOW), variable="all")
     assert out == ["checked True", PATCHED[1], PATCHED[2]]
