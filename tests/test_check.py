@@ -293,7 +293,7 @@ def test_attention_that_pytorch_does_not_see_is_eager_for_the_while() -> None:
 
 def test_what_is_no_batch_is_an_error_that_says_so() -> None:
     model = T5.build()
-    with pytest.raises(WrongTypeError, match="put this one into a list"):
+    with pytest.raises(WrongTypeError, match="put it into a list"):
         observe(model, T5.batch())
     with pytest.raises(WrongTypeError, match="batch 1 is a list: give a dict"):
         observe(model, [[1, 2]])
