@@ -96,18 +96,18 @@ def _scaled(patch: StackPatch, stack: Stack, evidence: Evidence) -> Verdict:
         return Verdict(State.APPLIES, why, scaling)
     if not patch.wide and _is_bfloat16(stack):
         return Verdict(State.NEEDLESS, "bfloat16 holds what fp32 holds")
-    objections, unproven = [], None
+    objections = []
     for headroom in evidence.of(stack):
         found, objection = fit(stack, headroom, patch.scales, wide=patch.wide)
         if objection or found is None:
             objections.append(objection)
-            unproven = unproven if found is None else harmless(found, stack)
         elif found.stream == 1.0 and not patch.wide:
             return Verdict(State.NEEDLESS, f"fits as it is, {_after(stack, found, evidence)}")
         else:
             why = f"scale {_power(found.stream)}, {_after(stack, found, evidence)}"
             return Verdict(State.APPLIES, why, found, assumes=tuple(headroom.assumes.get(stack.name, ())))
-    return Verdict(State.UNSAFE, f"{'; '.join(objections)}: give batches, or a scale", unproven)
+    why = f"{'; '.join(objections)}: give batches, or a scale"
+    return Verdict(State.UNSAFE, why, harmless(stack, wide=patch.wide))
 
 
 def without_proof(verdict: Verdict) -> Verdict:
