@@ -67,9 +67,9 @@ def _watch() -> None:
     """PyTorch calls these at each registration, in any module of the process; they look up one key."""
 
     def registered(module: nn.Module, name: str, value: Any) -> None:
-        # Switch's router puts its own classifier back at every call.
+        # Switch's router puts its own classifier back at every call; a resized embedding comes back with a new table.
         same = value is module._modules.get(name) or value is module._parameters.get(name)
-        if not same and module in _resting:
+        if module in _resting and (not same or isinstance(value, nn.Embedding)):
             withdraw(module)
 
     registration.register_module_module_registration_hook(registered)
