@@ -90,7 +90,8 @@ def choose(parts: Parts, selection: Selection, surveys: Mapping[Patch, Survey], 
         choice.verdicts[patch] = verdicts
         if _anywhere(patch, verdicts.values(), named):
             choice.patches.append(patch)
-        scaled |= {stack: verdict.scaling for stack, verdict in verdicts.items() if verdict.scaling is not None}
+        applies = ((stack, verdict.scaling) for stack, verdict in verdicts.items() if verdict.state is State.APPLIES)
+        scaled |= {stack: scaling for stack, scaling in applies if scaling is not None}
     return choice
 
 
@@ -120,11 +121,10 @@ def _verdicts(patch: Patch, choice: Choice, scaled: Mapping[Stack, Scaling], evi
     held_back = _held_back(patch, choice) if not named else None
     found = {}
     for stack in stacks:
-        other = _rival_on(stack, patch, choice)
-        if other is not None:
-            found[stack] = Verdict(State.CONFLICT, f"cannot be on one stack with {other.name}")
-        elif held_back is not None and stack not in held_back:
+        if held_back is not None and stack not in held_back:
             found[stack] = Verdict(State.NEEDLESS, f"not where {_first(patch)} is enough")
+        elif (other := _rival_on(stack, patch, choice)) is not None:
+            found[stack] = Verdict(State.CONFLICT, f"cannot be on one stack with {other.name}")
         else:
             found[stack] = judge(patch, stack, scaled[stack], evidence)
             if _takes_no_proof(patch, found[stack], named) and not _has_fallback(patch, stack, choice, evidence):
@@ -161,7 +161,7 @@ def _held_back(patch: Patch, choice: Choice) -> set[Stack] | None:
     if first is None:
         return None
     said = choice.verdicts.get(first, {})
-    return {stack for stack, verdict in said.items() if verdict.state is State.UNSAFE}
+    return {stack for stack, verdict in said.items() if verdict.state in (State.UNSAFE, State.CONFLICT)}
 
 
 def _first(patch: Patch) -> str:

@@ -41,7 +41,8 @@ def apply(
         scale: for the patches that rescale: "auto" for the power of two nearest to 1 that gives every stack headroom,
             by the bound from its weights or by what the batches show; or a power of two, taken as given.
         batches: inputs that the model is run on to see its magnitudes, each a dict of keyword arguments, or input ids
-            of shape (batch, length). What they show counts with a margin of 3 bits, where the weights prove too little.
+            of shape (batch, length). What they show counts, with a margin of 6 bits where
+            that costs none and of 3 at least, where the weights prove too little.
 
     Returns:
         A row for each patch of the selection. A patch that upstream made superfluous, that has no place in this model

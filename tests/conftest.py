@@ -32,5 +32,6 @@ def own_registry() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def two_threads() -> None:
-    torch.set_num_threads(2)
+def one_thread() -> None:
+    """The models are so small that two threads would wait for each other."""
+    torch.set_num_threads(1)

@@ -293,7 +293,7 @@ def test_attention_that_pytorch_does_not_see_is_eager_for_the_while() -> None:
 
 def test_what_is_no_batch_is_an_error_that_says_so() -> None:
     model = T5.build()
-    with pytest.raises(WrongTypeError, match="put this one into a list"):
+    with pytest.raises(WrongTypeError, match="put it into a list"):
         observe(model, T5.batch())
     with pytest.raises(WrongTypeError, match="batch 1 is a list: give a dict"):
         observe(model, [[1, 2]])
@@ -333,12 +333,12 @@ def test_what_the_weights_prove_needs_no_data() -> None:
     assert decided(headroom("weights", STREAM=65504.0 * 4, HIDDEN=65504.0 * 2)).scaling == Scaling(1 / 4, 1 / 2)
 
 
-def test_data_count_with_three_bits_to_spare_where_the_weights_prove_nothing() -> None:
+def test_data_count_with_bits_to_spare_where_the_weights_prove_nothing() -> None:
     loose = headroom("weights", STREAM=1e12, HIDDEN=1e9, SCORES=1e6)
     seen = headroom("data", STREAM=65504.0, HIDDEN=100.0, SCORES=20.0)
     decision = decided(loose, seen)
     assert (decision.rests_on, decision.others_rest_on, decision.margin_bits) == ("data", "data", 3.0)
-    assert decision.scaling == Scaling(1 / 8, 1.0)
+    assert decision.scaling == Scaling(1 / 64, 1.0)
     assert "small values lose bits" in decision.why_not[0]
     assert decided(loose).rests_on == ""
 

@@ -11,6 +11,7 @@ from .places import FP16_MAX, Headroom, Magnitude, Place, Scaling
 from .stacks import Stack
 
 DATA_MARGIN = 3.0  # bits that what was observed must stay below what fp16 holds
+DATA_MARGIN_WANTED = 6.0  # and does, where that costs no bits: hidden products have long tails
 SCALED = frozenset({Place.STREAM, Place.ATTENTION, Place.FEED_FORWARD, Place.HIDDEN})
 # Infinite scores make NaN with stock's checks as without, and nothing is added to infinite logits.
 CHECKED = SCALED | {Place.GATE, Place.PROJECTIONS}
@@ -37,17 +38,20 @@ def fit(
         wide: whether the residual stream is in fp32.
 
     Returns:
-        As `proposed`, with the margin of the headroom; and the objection, empty if there is none.
+        As `proposed`, with the margin of the headroom, and for data more where that costs nothing; and the objection,
+        empty if there is none.
     """
     if missing(stack, headroom, wide=wide):
         return None, headroom.unproven.get(stack.name, f"the {headroom.source} do not say all of this stack")
-    found = proposed(headroom, stack.name, margin_of(headroom), places, wide=wide)
+    margin, smallest = margin_of(headroom), smallest_scale(stack)
+    found = proposed(headroom, stack.name, margin, places, wide=wide)
     if found is None:
         return None, f"by the {headroom.source} a magnitude is infinite"
-    if found.stream < smallest_scale(stack):
+    if found.stream < smallest:
         scale = f"2^{math.log2(found.stream):.0f}"
         return found, f"by the {headroom.source} a scale of {scale} is needed, at which small values lose bits"
-    return found, ""
+    more = proposed(headroom, stack.name, DATA_MARGIN_WANTED if margin else 0.0, places, wide=wide)
+    return (more if more is not None and more.stream >= smallest else found), ""
 
 
 def harmless(scaling: Scaling, stack: Stack) -> Scaling:
