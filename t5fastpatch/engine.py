@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .choosing import Choice, Verdicts, choose
 from .classwide import process_wide
@@ -58,7 +59,7 @@ def apply(
         ForeignForwardError, SourceUnavailableError, UnexpectedSourceError: upstream's code is not what a named patch
             knows. The model is then exactly as it was, as after any other error.
     """
-    with LOCK:
+    with LOCK, _disable_current_modes():
         selection = select(patches)
         parts = Parts.of(model)
         parts.check_device()

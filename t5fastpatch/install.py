@@ -16,8 +16,10 @@ import weakref
 from collections.abc import Callable, Collection, MutableMapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.utils import parametrize
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .errors import ConflictError, ForeignForwardError, UnexpectedSourceError
 from .findings import finding, transformers_version, upstream_class
@@ -190,11 +192,13 @@ def _exchange_class(module: nn.Module, after: type[nn.Module]) -> None:
         if _is_bound(vars(module).get(name), module, before):
             setattr(module, name, types.MethodType(after.forward, module))
     has = patches_on(module)
-    for patch in (each for each in (*had, *has) if isinstance(each, StackPatch)):
-        if patch not in has:
-            patch.detach(module)
-        elif patch not in had:
-            patch.attach(module)
+    # The weights that they make are real, and outlive the mode that the caller is in.
+    with torch.inference_mode(False), _disable_current_modes():
+        for patch in (each for each in (*had, *has) if isinstance(each, StackPatch)):
+            if patch not in has:
+                patch.detach(module)
+            elif patch not in had:
+                patch.attach(module)
 
 
 def _subclass(base: type[nn.Module], setup: Setup, process_wide: tuple[Patch, ...]) -> type[nn.Module]:

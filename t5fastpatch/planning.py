@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .errors import ScaleError, UnprovenError, WrongTypeError
 from .headroom.places import FP16_MAX, Headroom, Scaling, bits
@@ -171,7 +172,7 @@ def _as_given(scale: object, stack: Stack, *, wide: bool) -> Scaling:
 
 def _largest_entry(stack: Stack) -> float:
     table = getattr(stack.embedding, "weight", None)
-    if table is None or table.is_meta or not table.numel():
+    if table is None or table.is_meta or isinstance(table, FakeTensor) or not table.numel():
         return 0.0
     return float(table.detach().abs().max())
 

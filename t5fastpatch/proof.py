@@ -32,6 +32,8 @@ def guard(resting: Iterable[nn.Module], model: Iterable[nn.Module]) -> None:
     if group:
         _watch()
         for module in model:
+            # What rested on it before goes with it still: a decoder, where its encoder is proven again by itself.
+            group |= _resting.get(module, weakref.WeakSet())
             _resting[module] = group
 
 
@@ -45,10 +47,11 @@ def guard_copy(module: nn.Module, memo: dict[Any, Any]) -> None:
             _resting[each] = group
 
 
-def withdraw(module: nn.Module) -> None:
-    """Takes the patches that rest on the proof off all modules that share it with this one."""
+def withdraw(*modules: nn.Module) -> None:
+    """Takes the patches that rest on a proof off these modules, and off all that share it with one of them."""
     with LOCK:
-        resting = [each for each in {module, *_resting.get(module, ())} if setup_on(each).proven]
+        sharing = {each for module in modules for each in (module, *_resting.get(module, ()))}
+        resting = [each for each in sharing if setup_on(each).proven]
         if not resting:
             return
         names = sorted({patch.name for each in resting for patch in setup_on(each).proven})
@@ -67,10 +70,11 @@ def _watch() -> None:
     """PyTorch calls these at each registration, in any module of the process; they look up one key."""
 
     def registered(module: nn.Module, name: str, value: Any) -> None:
-        # Switch's router puts its own classifier back at every call.
+        # Switch's router puts its own classifier back at every call; a resized embedding comes back with a new table.
         same = value is module._modules.get(name) or value is module._parameters.get(name)
-        if not same and module in _resting:
-            withdraw(module)
+        if module in _resting and (not same or isinstance(value, nn.Embedding)):
+            # What comes may be a part of another proven model, or a copy of one.
+            withdraw(module, *([value] if isinstance(value, nn.Module) else []))
 
     registration.register_module_module_registration_hook(registered)
     registration.register_module_parameter_registration_hook(registered)

@@ -113,7 +113,7 @@ def true_scale(forward: FunctionType) -> FunctionType:
     def with_true_scale(self: Any, *args: Any, **kwargs: Any) -> Any:
         outputs = forward(self, *args, **kwargs)
         if isinstance(outputs, tuple):
-            return tuple(_unscaled(self, each, outputs[0]) if _are_states(each) else each for each in outputs)
+            return tuple(_unscaled(self, each, outputs[0]) if _are_states(self, each) else each for each in outputs)
         states = getattr(outputs, "hidden_states", None)
         if states is not None:
             outputs.hidden_states = _unscaled(self, states, outputs[0])
@@ -123,9 +123,10 @@ def true_scale(forward: FunctionType) -> FunctionType:
     return with_true_scale
 
 
-def _are_states(value: Any) -> bool:
-    """Whether an item of a stack's output is its hidden states: attentions have four dimensions."""
-    return isinstance(value, tuple) and any(isinstance(each, torch.Tensor) and each.dim() == 3 for each in value)
+def _are_states(self: Any, value: Any) -> bool:
+    """Whether an item of a stack's output is its hidden states; router logits are narrower, attentions of four dims."""
+    tensors = [each for each in value if isinstance(each, torch.Tensor)] if isinstance(value, tuple) else []
+    return any(each.dim() == 3 and each.shape[-1] == self.config.hidden_size for each in tensors)
 
 
 def _unscaled(self: Any, states: tuple[Any, ...], output: torch.Tensor) -> tuple[Any, ...]:

@@ -441,7 +441,7 @@ REASONS = {
     biased: "SelfAttention.o is an nn.Linear with a bias",
     broken: "DenseReluDense.wo holds NaN or infinity",
     huge: "SelfAttention.k holds 1e.05, which fp16 cannot hold",
-    meta: "on the meta device",
+    meta: "its weights are on the meta device",
     another_norm: "is a LayerNorm, not the family's RMS norm",
     enormous_gain: "the output of .*layer_norm can reach",
     odd_activation: "has an activation .Softplus.",

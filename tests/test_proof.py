@@ -15,6 +15,7 @@ import transformers
 import zoo
 from test_contracts import same, tensors
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import t5fastpatch
 from t5fastpatch import State, proof
@@ -241,12 +242,20 @@ def new_adapter(model: Any) -> None:
     attention.q = nn.Sequential(attention.q, nn.Identity())
 
 
+def copied_block(model: Any) -> None:
+    model.encoder.block.append(copy.deepcopy(model.encoder.block[1]))
+
+
+def new_activation(model: Any) -> None:
+    model.decoder.block[1].layer[-1].DenseReluDense.act = nn.Softplus()
+
+
 def more_tokens(model: Any) -> None:
     model.resize_token_embeddings(zoo.VOCABULARY + 8)
 
 
 LOADS = [whole, assigned, partly, only_the_table, into_the_decoder, new_linear, new_parameter, new_adapter, more_tokens]
-LOADS += [into_a_norm, into_an_attention]
+LOADS += [into_a_norm, into_an_attention, copied_block, new_activation]
 every_load = pytest.mark.parametrize("load", LOADS, ids=lambda load: load.__name__)
 
 
@@ -369,6 +378,12 @@ def test_rivals_never_meet_on_one_stack(preset: str) -> None:
         assert set(others.values()) <= {State.CONFLICT, State.NEEDLESS}
 
 
+def test_a_fallback_is_needless_where_the_first_is_on() -> None:
+    report = t5fastpatch.apply(large())
+    assert states(report)["residual_fp32"] is State.NEEDLESS
+    assert "residual_rescale is enough" in report["residual_fp32"].why
+
+
 # copies, threads, memory
 
 
@@ -394,6 +409,45 @@ def test_a_copy_keeps_its_proof_when_the_original_loses_it() -> None:
     whole(model)
     assert {CHECKS, "wo_half"} <= on(twin)
     assert same(stock, outputs(twin))
+
+
+def test_a_part_that_is_proven_again_by_itself_takes_the_rest_with_it() -> None:
+    """A decoder's proof is one of the encoder that it reads, too."""
+    model = mixed()
+    t5fastpatch.apply(model)
+    t5fastpatch.apply(model.encoder)
+    norm = model.encoder.final_layer_norm
+    norm.weight = nn.Parameter(norm.weight.detach() * 2)
+    assert not on(model) & {CHECKS, "wo_half"}
+
+
+def test_a_model_may_be_held_by_another_module() -> None:
+    model = mixed()
+    t5fastpatch.apply(model)
+    nn.Sequential(model)
+    nn.ModuleList([model.encoder])
+    assert {CHECKS, "wo_half"} <= on(model)
+
+
+MODES: dict[str, Callable[[], Any]] = {
+    "inference": torch.inference_mode,
+    "meta device": lambda: torch.device("meta"),
+    "fake tensors": lambda: FakeTensorMode(allow_non_fake_inputs=True),
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_it_may_be_applied_and_removed_in_any_mode(mode: str) -> None:
+    model, stock = mixed(), outputs(mixed())
+    with MODES[mode]():
+        t5fastpatch.apply(model)
+    assert {CHECKS, "wo_half", "residual_rescale"} <= on(model)
+    model(**T5.batch(torch.float16)).loss.backward()
+    with MODES[mode]():
+        t5fastpatch.remove(model)
+    model(**T5.batch(torch.float16)).loss.backward()
+    assert same(stock, outputs(model))
 
 
 def test_nothing_keeps_a_proven_model_alive() -> None:
@@ -466,6 +520,14 @@ def test_nan_or_infinity_in_the_weights_proves_nothing(where: str, value: float)
     report = t5fastpatch.apply(model)
     assert "NaN or infinity" in report["residual_rescale"].why
     assert not any(setup.proven for name, setup in setups(model).items() if name.startswith("encoder"))
+
+
+def test_a_model_of_fake_tensors_proves_nothing() -> None:
+    with FakeTensorMode():
+        model = transformers.T5ForConditionalGeneration(T5.config())
+        report = t5fastpatch.apply(model)
+    assert states(report)[CHECKS] is State.UNSAFE
+    assert "not a plain floating tensor" in report[CHECKS].why
 
 
 def test_a_model_without_weights_is_refused() -> None:

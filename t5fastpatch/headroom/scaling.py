@@ -89,7 +89,12 @@ def missing(stack: Stack, headroom: Headroom, *, wide: bool = False) -> bool:
 def smallest_scale(stack: Stack) -> float:
     """The smallest scale, at most 1, that leaves a typical embedding of a stack among fp16's normal numbers."""
     weight = getattr(stack.embedding, "weight", None)
-    if stack.entry != "tokens" or weight is None or weight.is_meta or not weight.numel():
+    if (
+        stack.entry != "tokens"
+        or type(weight) not in (nn.Parameter, torch.Tensor)
+        or weight.is_meta
+        or not weight.numel()
+    ):
         return SMALLEST_NORMAL
     typical = float(torch.linalg.vector_norm(weight.detach(), dtype=torch.float32)) / math.sqrt(weight.numel())
     return min(1.0, SMALLEST_NORMAL / typical) if typical > 0 else 1.0

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import NotT5Error
 from . import sublayers
@@ -47,7 +48,7 @@ def bound(root: nn.Module, stacks: Sequence[Stack] | None = None) -> Headroom:
     names = Names(root)
     magnitudes: list[Magnitude] = []
     assumes, unproven = {}, {}
-    with torch.no_grad(), _no_autocast():
+    with _modes_aside():
         for stack in found:
             one = _OfStack(root, stack, names)
             with one.reasons():
@@ -60,9 +61,9 @@ def bound(root: nn.Module, stacks: Sequence[Stack] | None = None) -> Headroom:
 
 
 @contextlib.contextmanager
-def _no_autocast() -> Iterator[None]:
-    """Products in the dtypes that they are asked for, wherever the caller is."""
-    with contextlib.ExitStack() as stack:
+def _modes_aside() -> Iterator[None]:
+    """The figures are numbers, in the dtypes and on the devices that are asked for, whatever mode the caller is in."""
+    with torch.no_grad(), torch.device("cpu"), _disable_current_modes(), contextlib.ExitStack() as stack:
         for device in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))

@@ -28,7 +28,9 @@ def edits(method: Method) -> list[Edit]:
     for cast in casts:
         match cast.test:
             case ast.BoolOp(op=ast.And(), values=[first, *_]) if not cast.orelse:
-                found.append(method.replace(first, f'hasattr(self.wo, "weight") and {ast.unparse(first)}'))
+                # A dynamically quantized linear's `weight` is a method.
+                there = 'isinstance(getattr(self.wo, "weight", None), torch.Tensor)'
+                found.append(method.replace(first, f"{there} and {ast.unparse(first)}"))
             case _:
                 raise UnexpectedSourceError(f"line {cast.lineno} asks for the weight in another way")
     return found
