@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from .errors import ScaleError, UnprovenError, WrongTypeError
 from .headroom.places import FP16_MAX, Headroom, Scaling, bits
-from .headroom.scaling import CHECKED, SMALLEST_NORMAL, fit, harmless, margin_of, missing, overflows
+from .headroom.scaling import CHECKED, SMALLEST_NORMAL, embeddings_of, fit, harmless, margin_of, missing, overflows
 from .headroom.stacks import Stack
 from .patch import Patch, StackPatch, State
 
@@ -171,10 +170,8 @@ def _as_given(scale: object, stack: Stack, *, wide: bool) -> Scaling:
 
 
 def _largest_entry(stack: Stack) -> float:
-    table = getattr(stack.embedding, "weight", None)
-    if table is None or table.is_meta or isinstance(table, FakeTensor) or not table.numel():
-        return 0.0
-    return float(table.detach().abs().max())
+    table = embeddings_of(stack)
+    return 0.0 if table is None else float(table.abs().max())
 
 
 def _power(factor: float) -> str:

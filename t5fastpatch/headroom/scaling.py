@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .places import FP16_MAX, Headroom, Magnitude, Place, Scaling
 from .stacks import Attention, FeedForward, Stack
@@ -88,16 +89,20 @@ def missing(stack: Stack, headroom: Headroom, *, wide: bool = False) -> bool:
 
 def smallest_scale(stack: Stack) -> float:
     """The smallest scale, at most 1, that leaves a typical embedding of a stack among fp16's normal numbers."""
-    weight = getattr(stack.embedding, "weight", None)
-    if (
-        stack.entry != "tokens"
-        or type(weight) not in (nn.Parameter, torch.Tensor)
-        or weight.is_meta
-        or not weight.numel()
-    ):
+    table = embeddings_of(stack)
+    if stack.entry != "tokens" or table is None:
         return SMALLEST_NORMAL
-    typical = float(torch.linalg.vector_norm(weight.detach(), dtype=torch.float32)) / math.sqrt(weight.numel())
+    typical = float(torch.linalg.vector_norm(table, dtype=torch.float32)) / math.sqrt(table.numel())
     return min(1.0, SMALLEST_NORMAL / typical) if typical > 0 else 1.0
+
+
+def embeddings_of(stack: Stack) -> torch.Tensor | None:
+    """A stack's table of embeddings, (entries, d_model), or `None` where there is none or its values are not at hand."""
+    table = getattr(stack.embedding, "weight", None)
+    if table is None or table.is_meta or isinstance(table, FakeTensor) or not table.numel():
+        return None
+    values: torch.Tensor = table.detach()
+    return values
 
 
 def proposed(
