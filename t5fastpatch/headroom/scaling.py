@@ -97,7 +97,7 @@ def smallest_scale(stack: Stack) -> float:
 
 
 def embeddings_of(stack: Stack) -> torch.Tensor | None:
-    """A stack's table of embeddings, (entries, d_model), or `None` where there is none or its values are not at hand."""
+    """A stack's table of embeddings, (entries, d_model); `None` if there is none, or its values are not at hand."""
     table = getattr(stack.embedding, "weight", None)
     if table is None or table.is_meta or isinstance(table, FakeTensor) or not table.numel():
         return None
