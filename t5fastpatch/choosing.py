@@ -144,7 +144,7 @@ def _takes_no_proof(patch: Patch, verdict: Verdict, named: bool) -> bool:
 
     Upstream's checks stay on a half-precision stream, so nothing is lost; on an fp32 one they do not act.
     """
-    scaled = verdict.state is State.UNSAFE and verdict.scaling is not None
+    scaled = verdict.state is State.UNSAFE and verdict.scaling is not None and verdict.scaling.stream < 1
     return scaled and (named or not (isinstance(patch, StackPatch) and patch.wide))
 
 

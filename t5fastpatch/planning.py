@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from .errors import ScaleError, UnprovenError, WrongTypeError
 from .headroom.places import FP16_MAX, Headroom, Scaling, bits
-from .headroom.scaling import CHECKED, SMALLEST_NORMAL, fit, harmless, margin_of, missing, overflows
+from .headroom.scaling import CHECKED, SMALLEST_NORMAL, embeddings_of, fit, harmless, margin_of, missing, overflows
 from .headroom.stacks import Stack
 from .patch import Patch, StackPatch, State
 
@@ -97,18 +96,18 @@ def _scaled(patch: StackPatch, stack: Stack, evidence: Evidence) -> Verdict:
         return Verdict(State.APPLIES, why, scaling)
     if not patch.wide and _is_bfloat16(stack):
         return Verdict(State.NEEDLESS, "bfloat16 holds what fp32 holds")
-    objections, unproven = [], None
+    objections = []
     for headroom in evidence.of(stack):
         found, objection = fit(stack, headroom, patch.scales, wide=patch.wide)
         if objection or found is None:
             objections.append(objection)
-            unproven = unproven if found is None else harmless(found, stack)
         elif found.stream == 1.0 and not patch.wide:
             return Verdict(State.NEEDLESS, f"fits as it is, {_after(stack, found, evidence)}")
         else:
             why = f"scale {_power(found.stream)}, {_after(stack, found, evidence)}"
             return Verdict(State.APPLIES, why, found, assumes=tuple(headroom.assumes.get(stack.name, ())))
-    return Verdict(State.UNSAFE, f"{'; '.join(objections)}: give batches, or a scale", unproven)
+    why = f"{'; '.join(objections)}: give batches, or a scale"
+    return Verdict(State.UNSAFE, why, harmless(stack, wide=patch.wide))
 
 
 def without_proof(verdict: Verdict) -> Verdict:
@@ -171,10 +170,8 @@ def _as_given(scale: object, stack: Stack, *, wide: bool) -> Scaling:
 
 
 def _largest_entry(stack: Stack) -> float:
-    table = getattr(stack.embedding, "weight", None)
-    if table is None or table.is_meta or isinstance(table, FakeTensor) or not table.numel():
-        return 0.0
-    return float(table.detach().abs().max())
+    table = embeddings_of(stack)
+    return 0.0 if table is None else float(table.abs().max())
 
 
 def _power(factor: float) -> str:

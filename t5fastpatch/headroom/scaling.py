@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from typing import Any
 
 import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .places import FP16_MAX, Headroom, Magnitude, Place, Scaling
-from .stacks import Stack
+from .stacks import Attention, FeedForward, Stack
 
 DATA_MARGIN = 3.0  # bits that what was observed must stay below what fp16 holds
 DATA_MARGIN_WANTED = 6.0  # and does, where that costs no bits: hidden products have long tails
 SCALED = frozenset({Place.STREAM, Place.ATTENTION, Place.FEED_FORWARD, Place.HIDDEN})
+SPARED = 4  # bits that an unproven scale stays above the smallest: at the border errors grow by a third
 # Infinite scores make NaN with stock's checks as without, and nothing is added to infinite logits.
 CHECKED = SCALED | {Place.GATE, Place.PROJECTIONS}
 _IN_EVERY_BLOCK = CHECKED - {Place.GATE}  # which only gated feed-forwards have
@@ -54,10 +58,26 @@ def fit(
     return (more if more is not None and more.stream >= smallest else found), ""
 
 
-def harmless(scaling: Scaling, stack: Stack) -> Scaling:
-    """The scaling nearest to `scaling` at which a stack's small values lose no bits."""
-    smallest = 2.0 ** math.ceil(math.log2(smallest_scale(stack)))
-    return Scaling(max(scaling.stream, smallest), max(scaling.hidden, smallest), scaling.wide)
+def harmless(stack: Stack, *, wide: bool = False) -> Scaling | None:
+    """A scaling that costs a stack no bits, though nothing says that it is enough.
+
+    Returns:
+        `SPARED` bits above the smallest; `None` where what enters is not known, or a product is not plain, whose input
+        would be scaled instead and lose bits itself.
+    """
+    parts = (part for layer in stack.layers for part in layer)
+    linears = [linear for part in parts for linear in _scaled_linears(part)]
+    if stack.entry != "tokens" or not all(type(linear) is nn.Linear for linear in linears):
+        return None
+    power = min(0, math.ceil(math.log2(smallest_scale(stack))) + SPARED)
+    return Scaling(2.0**power, 2.0**power, wide)
+
+
+def _scaled_linears(part: Attention | FeedForward) -> list[Any]:
+    if isinstance(part, Attention):
+        return [part.output]
+    every: list[Any] = list(part.dense)
+    return [linear for dense in every for linear in (getattr(dense, "wi_1", None) or dense.wi, dense.wo)]
 
 
 def missing(stack: Stack, headroom: Headroom, *, wide: bool = False) -> bool:
@@ -69,11 +89,20 @@ def missing(stack: Stack, headroom: Headroom, *, wide: bool = False) -> bool:
 
 def smallest_scale(stack: Stack) -> float:
     """The smallest scale, at most 1, that leaves a typical embedding of a stack among fp16's normal numbers."""
-    weight = getattr(stack.embedding, "weight", None)
-    if stack.entry != "tokens" or weight is None or weight.is_meta or not weight.numel():
+    table = embeddings_of(stack)
+    if stack.entry != "tokens" or table is None:
         return SMALLEST_NORMAL
-    typical = float(torch.linalg.vector_norm(weight.detach(), dtype=torch.float32)) / math.sqrt(weight.numel())
+    typical = float(torch.linalg.vector_norm(table, dtype=torch.float32)) / math.sqrt(table.numel())
     return min(1.0, SMALLEST_NORMAL / typical) if typical > 0 else 1.0
+
+
+def embeddings_of(stack: Stack) -> torch.Tensor | None:
+    """A stack's table of embeddings, (entries, d_model); `None` if there is none, or its values are not at hand."""
+    table = getattr(stack.embedding, "weight", None)
+    if table is None or table.is_meta or isinstance(table, FakeTensor) or not table.numel():
+        return None
+    values: torch.Tensor = table.detach()
+    return values
 
 
 def proposed(
