@@ -78,11 +78,16 @@ def _scores(attention: Attention, see: Any) -> list[Any]:
         def hook(_module: Any, _args: Any, output: torch.Tensor) -> None:
             seen[name] = output.unflatten(-1, (attention.module.n_heads, -1)).transpose(-2, -3)
             if len(seen) == 2:  # releases differ in which comes first
-                see(Place.SCORES, seen.pop("query") @ seen.pop("key").mT)
+                see(Place.SCORES, seen["query"] @ seen["key"].mT)
 
         return hook
 
-    return [attention.query.register_forward_hook(keep("query")), attention.key.register_forward_hook(keep("key"))]
+    def begin(*_: Any) -> None:
+        seen.clear()
+
+    of_call = attention.module.register_forward_pre_hook(begin)
+    hooks = [getattr(attention, name).register_forward_hook(keep(name)) for name in ("query", "key")]
+    return [of_call, *hooks]
 
 
 def observed(model: nn.Module, calls: Any) -> Peaks:
