@@ -124,7 +124,7 @@ def _verdicts(patch: Patch, choice: Choice, scaled: Mapping[Stack, Scaling], evi
         if held_back is not None and stack not in held_back:
             found[stack] = Verdict(State.NEEDLESS, f"not where {_first(patch)} is enough")
         elif (other := _rival_on(stack, patch, choice)) is not None:
-            found[stack] = Verdict(State.CONFLICT, f"cannot be on one stack with {other.name}")
+            found[stack] = Verdict(State.CONFLICT, f"cannot be on one stack with {other.name}: remove that first")
         else:
             found[stack] = judge(patch, stack, scaled[stack], evidence)
             if _takes_no_proof(patch, found[stack], named) and not _has_fallback(patch, stack, choice, evidence):

@@ -11,7 +11,7 @@ from types import FunctionType
 from .families import Family
 from .findings import family_classes, finding, survey, transformers_version
 from .install import LOCK, new_function
-from .patch import ForwardPatch, Patch, StackPatch, State
+from .patch import ForwardPatch, Patch, State, depends_on_weights
 from .registry import Selection, rival
 from .report import Report, Row
 from .rewrite import ORIGINAL_CODE, ORIGINAL_FORWARD, innermost, rewrap, upstream_function
@@ -39,10 +39,8 @@ def enable(family: Family, selection: Selection) -> Report:
             found = survey(patch, classes)
             state, why = found.state, str(found.refusal or "")
             other = rival(patch, (each for on in plan.values() for each in on))
-            if state is State.APPLIES and patch.unsafe_alone and patch.name not in selection.named:
-                state, why = State.UNSAFE, patch.unsafe_alone
-            elif state is State.APPLIES and isinstance(patch, StackPatch):
-                why = "depends on the weights: decided for each model that from_pretrained loads"
+            if state is State.APPLIES and depends_on_weights(patch, patch.name in selection.named):
+                why = "decided for each model that from_pretrained loads"
             elif state is State.APPLIES and other is not None:
                 state, why = State.CONFLICT, f"cannot be on together with {other.name}"
             elif state is State.APPLIES:

@@ -18,7 +18,7 @@ from .findings import Survey, transformers_version
 from .install import LOCK, Setup, check_forward, exchange_classes, patched_class, patches_on, setup_on
 from .parts import Parts
 from .patch import Patch, StackPatch, State
-from .planning import Evidence, assumptions, reasons
+from .planning import Evidence, assumptions, reasons, standing
 from .proof import guard
 from .registry import PRESETS, Selection, check_names, list_patches, names_of, rival, select
 from .report import Report, Row
@@ -146,8 +146,12 @@ def status(model: Any) -> Report:
     """
     parts = Parts.of(model)
     surveys = parts.surveys(list_patches())
-    choice = choose(parts, select("all"), surveys, Evidence(parts.stacks))
-    return _report(parts, surveys, choice.verdicts)
+    evidence = Evidence(parts.stacks)
+    verdicts = dict(choose(parts, select("all"), surveys, evidence).verdicts)
+    for patch in (each for each in parts.on() if each in verdicts):
+        stacks = [stack for stack in parts.every_stack if patch in parts.patches_within(stack)]
+        verdicts[patch] = {stack: standing(patch, stack, parts.scaling(stack), evidence) for stack in stacks}
+    return _report(parts, surveys, verdicts)
 
 
 def _report(parts: Parts, surveys: Mapping[Patch, Survey], verdicts: Mapping[Patch, Verdicts]) -> Report:

@@ -11,15 +11,10 @@ from torch import nn
 from .engine import apply
 from .errors import NotT5Error
 from .messages import say
-from .patch import Patch, StackPatch
+from .patch import depends_on_weights
 from .registry import select
 
 _names: list[str] = []  # what is in force; the wrapper is put on once
-
-
-def depends_on_weights(patch: Patch, named: bool) -> bool:
-    """Whether a patch cannot be put on a class for the whole process."""
-    return isinstance(patch, StackPatch) or (bool(patch.unsafe_alone) and not named)
 
 
 def patch_what_is_loaded(names: Sequence[str]) -> None:

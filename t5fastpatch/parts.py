@@ -45,7 +45,7 @@ class Parts:
                 strangers += [(module, base) for base in inspect.getmro(type(module)) if role_of(base)][:1]
         if not modules and not strangers:
             raise NotT5Error(f"this {name} has no module of the T5 family ({', '.join(FAMILIES)})")
-        return cls(name, roots, modules, strangers, {root: stacks_of(root) for root in roots})
+        return cls(name, roots, modules, strangers, {root: found for root in roots if (found := stacks_of(root))})
 
     @functools.cached_property
     def every_stack(self) -> list[Stack]:
@@ -63,6 +63,10 @@ class Parts:
     def watched(self) -> list[nn.Module]:
         """Every module whose weights a proof is about."""
         return [module for root in self.roots for module in root.modules()]
+
+    def patches_within(self, stack: Stack) -> set[Patch]:
+        """The patches that are on any module of a stack."""
+        return {patch for module in stack.module.modules() for patch in patches_on(module)}
 
     def scaling(self, stack: Stack) -> Scaling:
         return setup_on(stack.module).scaling

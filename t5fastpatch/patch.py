@@ -257,3 +257,8 @@ class StackPatch(Patch):
         if found.state is State.UPSTREAM:
             return found
         return dataclasses.replace(found, members=part.members, around=part.around)
+
+
+def depends_on_weights(patch: Patch, named: bool) -> bool:
+    """Whether a patch is decided model by model, and cannot be put on a class for the whole process."""
+    return isinstance(patch, StackPatch) or (bool(patch.unsafe_alone) and not named)

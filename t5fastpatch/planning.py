@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from .errors import ScaleError, UnprovenError, WrongTypeError
+from .headroom.beside import beside
 from .headroom.places import FP16_MAX, Headroom, Scaling, bits
 from .headroom.scaling import CHECKED, SMALLEST_NORMAL, embeddings_of, fit, harmless, margin_of, missing, overflows
 from .headroom.stacks import Stack
@@ -61,7 +62,9 @@ class Evidence:
         known: dict[Stack, list[Headroom]] = {}
         for root, stacks in self.stacks.items():
             found = [bound_of(root, stacks)]
-            found += [] if self.batches is None else [observe(root, self.batches, stacks)]
+            if self.batches is not None:
+                seen = observe(root, self.batches, stacks)
+                found = [beside(found[0], seen), seen]
             known |= dict.fromkeys(stacks, found)
         return known
 
@@ -76,6 +79,9 @@ def judge(patch: Patch, stack: Stack, now: Scaling, evidence: Evidence) -> Verdi
     Raises:
         ScaleError: the scale that was asked for is none, or this stack cannot have it.
     """
+    objection = patch.objection(stack) if isinstance(patch, StackPatch) else ""
+    if objection:
+        return Verdict(State.UNSAFE, objection)
     if isinstance(patch, StackPatch) and patch.scales:
         return _scaled(patch, stack, evidence)
     needless = patch.needless(stack) if isinstance(patch, StackPatch) else ""
@@ -85,11 +91,8 @@ def judge(patch: Patch, stack: Stack, now: Scaling, evidence: Evidence) -> Verdi
 
 
 def _scaled(patch: StackPatch, stack: Stack, evidence: Evidence) -> Verdict:
-    objection = patch.objection(stack)
     if not math.isfinite(_largest_entry(stack)):
-        objection = "its embeddings hold NaN or infinity"
-    if objection:
-        return Verdict(State.UNSAFE, objection)
+        return Verdict(State.UNSAFE, "its embeddings hold NaN or infinity")
     if evidence.scale != "auto":
         scaling = _as_given(evidence.scale, stack, wide=patch.wide)
         why = f"scale {_power(scaling.stream)} as given; {_after(stack, scaling, evidence)}"
@@ -116,7 +119,17 @@ def without_proof(verdict: Verdict) -> Verdict:
     return Verdict(State.APPLIES, f"scale {_power(verdict.scaling.stream)}, no proof: {verdict.why}", verdict.scaling)
 
 
+def standing(patch: Patch, stack: Stack, now: Scaling, evidence: Evidence) -> Verdict:
+    """What can be said of a patch that is on a stack, at the scale that is on it."""
+    if isinstance(patch, StackPatch) and patch.scales:
+        return Verdict(State.APPLIES, f"scale {_power(now.stream)}, {_after(stack, now, evidence)}")
+    return _proven(patch, stack, now, evidence)
+
+
 def _proven(patch: Patch, stack: Stack, now: Scaling, evidence: Evidence) -> Verdict:
+    if _is_bfloat16(stack):
+        needed = State.APPLIES if isinstance(patch, StackPatch) else State.NEEDLESS
+        return Verdict(needed, "bfloat16 holds what fp32 holds", proven=needed is State.APPLIES)
     objections = []
     for headroom in evidence.of(stack):
         if missing(stack, headroom, wide=now.wide):

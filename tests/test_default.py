@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -83,3 +84,55 @@ def test_a_product_of_no_rows_is_one_of_no_rows() -> None:
     """As Switch's experts take it that no token is routed to."""
     assert scaled_product(torch.nn.Linear(8, 3, bias=False), torch.empty(0, 8), 0.5).shape == (0, 3)
     assert scaled_product(torch.nn.Linear(8, 3, bias=False), torch.empty(2, 0, 8), 0.5).shape == (2, 0, 3)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["T5 first", "T5 last"])
+def test_what_else_a_pipeline_holds_is_left_alone(first: bool) -> None:
+    t5, other = overflowing(zoo.BY_NAME["t5"]), torch.nn.Linear(3, 3)
+    held = {"text_encoder": t5, "vae": other} if first else {"vae": other, "text_encoder": t5}
+    pipeline = SimpleNamespace(components=held)
+    batch = zoo.BY_NAME["t5"].batch()
+    assert t5fastpatch.apply(pipeline, batches=[batch])["residual_rescale"].state is State.ON
+    assert t5fastpatch.status(pipeline)["skip_inf_check"].state is State.ON
+
+
+def test_batches_that_pass_the_bound_void_it() -> None:
+    model = zoo.BY_NAME["t5"].build().encoder.half()
+    assert t5fastpatch.apply(model)["skip_inf_check"].state is State.ON
+    t5fastpatch.remove(model)
+    beyond = {"inputs_embeds": torch.full((1, 4, 32), 60000.0)}
+    report = t5fastpatch.apply(model, batches=[beyond])
+    assert "by the data" in report["residual_rescale"].why
+    assert "by the weights" not in report["skip_inf_check"].why
+    found = model(inputs_embeds=beyond["inputs_embeds"].half()).last_hidden_state
+    assert found.isfinite().all()
+    assert t5fastpatch.check(model, [beyond]).decisions["T5Stack"].rests_on == "data"
+
+
+def test_a_wo_that_half_precision_cannot_hold_stays_in_fp32() -> None:
+    kind = zoo.BY_NAME["t5"]
+    model = kind.build().half()
+    for name, module in model.named_modules():
+        if name.endswith(".wo"):
+            module.float()
+    with torch.no_grad():
+        model.encoder.block[1].layer[-1].DenseReluDense.wo.weight[0, 0] = 7e4
+    report = t5fastpatch.apply(model, batches=[kind.batch()])
+    assert "wo of block 1 holds 7e+04" in report["wo_half"].why
+    assert logits(model, kind.batch(torch.float16)).isfinite().all()
+
+
+def test_what_was_named_is_not_called_safe_for_a_scale_that_is_off() -> None:
+    model = overflowing(zoo.BY_NAME["t5"])
+    t5fastpatch.apply(model, ["residual_rescale", "skip_inf_check"])
+    assert "scale 2^-" in t5fastpatch.status(model)["residual_rescale"].why
+    t5fastpatch.remove(model, "residual_rescale")
+    row = t5fastpatch.status(model)["skip_inf_check"]
+    assert row.state is State.ON
+    assert "may reach" in row.why
+    assert "safe" not in row.why
+
+
+def test_bfloat16_needs_none_of_it() -> None:
+    report = t5fastpatch.apply(zoo.BY_NAME["t5"].build().bfloat16())
+    assert {report[name].state for name in ("residual_rescale", "residual_fp32", "skip_inf_check")} == {State.NEEDLESS}

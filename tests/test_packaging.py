@@ -25,6 +25,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_holds_package_hook_and_model(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     assert "t5fastpatch_startup.pth" in names
+    assert "t5fastpatch/headroom/sentences.txt" in names
     package = {f"t5fastpatch/{path.relative_to(ROOT / 't5fastpatch')}" for path in ROOT.glob("t5fastpatch/**/*.py")}
     model = {"config.json", "model.safetensors", "spiece.model", "heldout.jsonl", "README.md", "LICENSES.md"}
     assert {*package, *(f"t5fastpatch/demo_model/{name}" for name in model), "t5fastpatch/py.typed"} <= names

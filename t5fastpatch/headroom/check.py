@@ -12,6 +12,7 @@ from torch import nn
 
 from ..errors import NotT5Error, T5FastPatchError, WrongTypeError
 from ..findings import transformers_version
+from .beside import beside
 from .data import observe
 from .decision import Decision, decide
 from .places import FP16_MAX, Headroom, Magnitude
@@ -43,6 +44,8 @@ def check(model: nn.Module, batches: Iterable[Any] | None = None, *, bound: bool
         raise NotT5Error(f"this {type(model).__name__} has no stack of the T5 family")
     from_weights = _bound(model, stacks) if bound else None
     from_data = observe(model, batches, stacks) if batches is not None else None
+    if from_weights is not None and from_data is not None:
+        from_weights = beside(from_weights, from_data)
     headrooms = [each for each in (from_weights, from_data) if each is not None]
     families = ", ".join(dict.fromkeys(stack.family for stack in stacks))
     return Check(

@@ -73,8 +73,10 @@ def _arguments(root: nn.Module, batch: Any, number: int) -> dict[str, Any]:
     if isinstance(batch, torch.Tensor):
         return {getattr(root, "main_input_name", "input_ids"): batch}
     if not isinstance(batch, Mapping):
-        kind = type(batch).__name__
-        raise WrongTypeError(f"batch {number} is a {kind}: give a dict of keyword arguments, or a tensor of input ids")
+        kind, hint = type(batch).__name__, "; tokenize texts first" if isinstance(batch, str) else ""
+        raise WrongTypeError(
+            f"batch {number} is a {kind}: give a dict of keyword arguments, or a tensor of input ids{hint}"
+        )
     return dict(batch)
 
 

@@ -42,6 +42,20 @@ def needless(stack: Stack) -> str:
     return "wo is no fp32 linear in a half-precision feed-forward"
 
 
+def objection(stack: Stack) -> str:
+    """Why a stack cannot have the patch: a weight of `wo` is beyond its half dtype."""
+    for number, layer in enumerate(stack.layers):
+        every: list[Any] = [each for part in layer if isinstance(part, FeedForward) for each in part.dense]
+        for dense in every:
+            dtype = half_dtype(dense)
+            if dtype is None or dense.wo.weight.is_meta:
+                continue
+            largest = float(torch.linalg.vector_norm(dense.wo.weight.detach(), torch.inf))
+            if not largest <= torch.finfo(dtype).max:
+                return f"wo of block {number} holds {largest:.4g}, which half precision cannot hold"
+    return ""
+
+
 def attach(dense: Any) -> None:
     """Brings `wo` to half precision, and keeps what is lost."""
     dtype = half_dtype(dense)
@@ -96,6 +110,7 @@ PATCH = StackPatch(
     unsafe_alone="wo is in fp32 because its product may overflow fp16",
     needs_proof=True,
     needless=needless,
+    objection=objection,
     attach=attach,
     detach=detach,
     unpatched=unpatched,
