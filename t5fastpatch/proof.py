@@ -56,9 +56,8 @@ def withdraw(*modules: nn.Module) -> None:
             return
         names = sorted({patch.name for each in resting for patch in setup_on(each).proven})
         exchange_classes([(each, _class_without_proof(each)) for each in resting])
-    say(
-        f"{', '.join(names)} taken off: new weights or modules have no proof of headroom; apply again for one, scales stay"
-    )
+    why = "new weights or modules have no proof of headroom; apply again for one, scales stay"
+    say(f"{', '.join(names)} taken off: {why}")
 
 
 def _class_without_proof(module: nn.Module) -> type[nn.Module]:
