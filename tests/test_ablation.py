@@ -128,6 +128,9 @@ def test_all_patches_together_cost_fewer_operations_and_casts_than_stock(result:
 def test_the_shares_add_up_to_what_all_patches_save(model: Path, result: Result) -> None:
     for workload in WORKLOADS:
         cell = cell_of(result, workload)
+        if len(usable(model)) > 3:  # where attention is always eager: their subsets are more than the table's rows
+            assert cell["attribution"] is None
+            continue
         shares = cell["attribution"]["shares"]
         assert list(shares) == usable(model)
         saved = 1 - rows_of(result, workload)["all"]["to_half"]["median"]
