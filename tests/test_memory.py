@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,8 +20,11 @@ on_linux = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason
 
 
 def written(size: int) -> torch.Tensor:
-    """That many bytes, each written to: what is only reserved is not resident."""
-    return torch.ones(size, dtype=torch.uint8)
+    """That many bytes, each written to: what is only reserved is not resident.
+
+    Mapped for themselves: the allocator may give out pages that earlier tests have left resident.
+    """
+    return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8).fill_(1)
 
 
 @on_linux
