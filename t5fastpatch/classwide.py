@@ -10,7 +10,7 @@ from types import FunctionType
 
 from .families import Family
 from .findings import family_classes, finding, survey, transformers_version
-from .install import LOCK, new_function
+from .install import LOCK, new_function, uncovered
 from .patch import ForwardPatch, Patch, State, depends_on_weights
 from .registry import Selection, rival
 from .report import Report, Row
@@ -58,7 +58,7 @@ def enable(family: Family, selection: Selection) -> Report:
 
 
 def _put(cls: type, patches: tuple[Patch, ...], upstream: FunctionType, function: FunctionType) -> None:
-    for patch in patches:
+    for patch in uncovered(patches):
         for name, member in finding(patch, cls).members.items():
             setattr(cls, name, member)
     if any(isinstance(patch, ForwardPatch) for patch in patches):

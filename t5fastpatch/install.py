@@ -88,6 +88,7 @@ def new_function(cls: type, patches: Sequence[Patch]) -> types.FunctionType | No
         ConflictError: a patch replaces the whole forward that another one changes.
         UnexpectedSourceError: a patch does not apply to the class, or two patches change the same lines.
     """
+    patches = uncovered(patches)
     findings = [_applicable(patch, cls) for patch in patches]
     label = ", ".join(patch.name for patch in patches)
     forwards = [found.forward for found in findings if found.forward is not None]
@@ -99,6 +100,12 @@ def new_function(cls: type, patches: Sequence[Patch]) -> types.FunctionType | No
         assert isinstance(forward, types.FunctionType)
         return forward
     return Method.of(cls).edited(edits, label) if edits else None
+
+
+def uncovered(patches: Sequence[Patch]) -> list[Patch]:
+    """Those of one class's patches whose work none of the others does as well."""
+    covered = {name for patch in patches for name in patch.covers}
+    return [patch for patch in patches if patch.name not in covered]
 
 
 def patched_class(module: nn.Module, setup: Setup, process_wide: Sequence[Patch]) -> type[nn.Module]:
@@ -219,7 +226,7 @@ def _namespace(upstream: type, patches: Sequence[Patch], outer: types.FunctionTy
     """What the patches put into a class derived from upstream's."""
     new = new_function(upstream, patches)
     forward = outer if new is None else rewrap(outer, innermost(outer), new)
-    findings = [_applicable(patch, upstream) for patch in patches]
+    findings = [_applicable(patch, upstream) for patch in uncovered(patches)]
     for found in findings:
         forward = forward if found.around is None else found.around(forward)
     members = {name: member for found in findings for name, member in found.members.items()}

@@ -88,6 +88,8 @@ class Patch:
         unsafe_alone: why the patch is applied only where the model has a proof of headroom, or by name; empty where it
             is safe on every model.
         needs_proof: whether a name is not enough.
+        covers: names of patches whose work it does as well, in the methods that it changes: there, their edits are
+            left out.
     """
 
     name: str
@@ -96,6 +98,7 @@ class Patch:
     conflicts: frozenset[str] = dataclasses.field(default=frozenset(), kw_only=True)
     unsafe_alone: str = dataclasses.field(default="", kw_only=True)
     needs_proof: bool = dataclasses.field(default=False, kw_only=True)
+    covers: frozenset[str] = dataclasses.field(default=frozenset(), kw_only=True)
 
     @property
     def roles(self) -> frozenset[Role]:

@@ -198,6 +198,7 @@ def _check_patch(patch: Patch) -> None:
     if not isinstance(patch.name, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", patch.name):
         raise InvalidPatchError(f"{patch.name!r} is no name for a patch: use a lower-case identifier")
     types: dict[str, type] = {"summary": str, "contract": Contract, "conflicts": frozenset, "unsafe_alone": str}
+    types["covers"] = frozenset
     types |= {"parts": dict} if isinstance(patch, StackPatch) else {"role": Role}
     for field, expected in types.items():
         if not isinstance(getattr(patch, field), expected):

@@ -31,11 +31,17 @@ _FUTURE_FLAGS = functools.reduce(
 
 @dataclasses.dataclass(frozen=True)
 class Edit:
-    """Lines `first` to `last` of upstream's file, counted from 1, give way to `lines` (never more of them)."""
+    """Lines `first` to `last` of upstream's file, counted from 1, give way to `lines` (never more of them).
+
+    An edit of an expression changes only `columns`, from the one in the first line to the one before which it ends in
+    the last, into `text`; so others may change the rest of these lines.
+    """
 
     first: int
     last: int
     lines: tuple[str, ...]
+    columns: tuple[int, int] | None = None
+    text: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +107,8 @@ class Method:
         # Columns count bytes of UTF-8.
         before = self.file[node.lineno - 1].encode()[: node.col_offset].decode()
         after = self.file[last - 1].encode()[node.end_col_offset :].decode()
-        return Edit(node.lineno, last, (before + text + after,))
+        columns = len(before), len(self.file[last - 1]) - len(after)
+        return Edit(node.lineno, last, (before + text + after,), columns, text)
 
     def drop(self, statement: ast.stmt) -> Edit:
         """The edit that takes a whole statement away, with the comment above it and the blank line it leaves."""
@@ -154,15 +161,33 @@ def apply_edits(file: Sequence[str], edits: Iterable[Edit], *, pad: bool) -> lis
     """
     lines: list[str] = []
     done = 0
-    for edit in sorted(edits, key=lambda edit: edit.first):
-        if edit.first <= done:
-            raise UnexpectedSourceError(f"two edits meet at line {edit.first}")
+    for edit in _joined(file, edits):
         lines += file[done : edit.first - 1]
         lines += edit.lines
         if pad:
             lines += [""] * (edit.last - edit.first + 1 - len(edit.lines))
         done = edit.last
     return lines + list(file[done:])
+
+
+def _joined(file: Sequence[str], edits: Iterable[Edit]) -> list[Edit]:
+    """The edits in order, those that share a line as one."""
+    joined: list[Edit] = []
+    for edit in sorted(edits, key=lambda edit: (edit.first, edit.columns or (0, 0))):
+        if joined and edit.first <= joined[-1].last:
+            edit = _join(file, joined.pop(), edit)
+        joined.append(edit)
+    return joined
+
+
+def _join(file: Sequence[str], one: Edit, other: Edit) -> Edit:
+    """Two edits of expressions that meet in one line, the first one's last and the other's first."""
+    if one.columns is None or other.columns is None or (other.first, other.columns[0]) < (one.last, one.columns[1]):
+        raise UnexpectedSourceError(f"two edits meet at line {other.first}")
+    between = file[one.last - 1][one.columns[1] : other.columns[0]]
+    before, after = file[one.first - 1][: one.columns[0]], file[other.last - 1][other.columns[1] :]
+    text = one.text + between + other.text
+    return Edit(one.first, other.last, (before + text + after,), (one.columns[0], other.columns[1]), text)
 
 
 def unified_diff(file: Sequence[str], edits: Iterable[Edit], path: str) -> str:

@@ -6,6 +6,7 @@ import ast
 import importlib
 import importlib.util
 import inspect
+import itertools
 import sys
 import textwrap
 import types
@@ -274,6 +275,22 @@ def test_an_edit_keeps_every_other_line_at_its_number() -> None:
     with pytest.raises(UnexpectedSourceError, match="line 3"):
         apply_edits(file, [Edit(2, 3, ()), Edit(3, 4, ())], pad=True)
     assert "@@ -1,5 +1,4 @@" in unified_diff(file, edits, "file.py")
+
+
+def test_edits_of_expressions_share_a_line(method_of: Any) -> None:
+    method = method_of("hidden_states = self.a(self.b(hidden_states), (\n    1)) + self.c(2)\nreturn hidden_states\n")
+    calls = {ast.unparse(node.func): node for node in ast.walk(method.tree) if isinstance(node, ast.Call)}
+    names = [method.replace(call.func, f"{name}_new") for name, call in calls.items()]
+    for order in itertools.permutations(names):
+        lines = apply_edits(method.file, order, pad=True)[method.first :]
+        assert (
+            "".join(map(str.strip, lines[:2]))
+            == "hidden_states = self.a_new(self.b_new(hidden_states), (1)) + self.c_new(2)"
+        )
+        assert lines[2].strip() == "return hidden_states"
+    inside = method.replace(calls["self.a"], "0"), method.replace(calls["self.b"], "0")
+    with pytest.raises(UnexpectedSourceError, match="two edits meet"):
+        apply_edits(method.file, inside, pad=True)
 
 
 def test_columns_count_bytes(method_of: Any) -> None:
