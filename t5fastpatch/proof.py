@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules import module as registration
 
@@ -23,6 +24,7 @@ def guard(resting: Iterable[nn.Module], model: Iterable[nn.Module]) -> None:
     """Watches a model: loading weights, or putting a module or parameter into its place, withdraws the proof.
 
     What changes a weight in place goes unseen: an optimizer, or a load into a single linear or embedding by itself.
+    So does what compiled code puts into place.
 
     Args:
         resting: the modules with patches that rest on the proof.
@@ -71,6 +73,8 @@ def _watch() -> None:
     """PyTorch calls these at each registration, in any module of the process; they look up one key."""
 
     def registered(module: nn.Module, name: str, value: Any) -> None:
+        if torch.compiler.is_compiling():
+            return  # a compiler would guard on every model of the process
         # Switch's router puts its own classifier back at every call; a resized embedding comes back with a new table.
         same = value is module._modules.get(name) or value is module._parameters.get(name)
         if module in _resting and (not same or isinstance(value, nn.Embedding)):

@@ -154,7 +154,7 @@ def test_padding_on_any_side(padding: str) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
-@pytest.mark.parametrize("kind", [zoo.BY_NAME[name] for name in ("t5-v1.1", "umt5", "pix2struct")], ids=str)
+@pytest.mark.parametrize("kind", [zoo.BY_NAME[name] for name in ("t5-v1.1", "umt5", "udop")], ids=str)
 def test_gradient_checkpointing_gives_stocks_gradients(kind: zoo.Kind, reentrant: bool) -> None:
     model, batch = kind.build(dropout_rate=0.0).train(), kind.batch()
     try:
