@@ -1,7 +1,7 @@
 """`bucket_cache`: the buckets of relative positions, about 20 small ops at every decoder step, looked up in a table.
 
-Beyond `relative_attention_max_distance` all positions share a bucket, so a table of the distances up to there holds
-the buckets of sequences of any length (Raffel et al., "Exploring the Limits of Transfer Learning", 2020, section 2.1).
+Beyond `relative_attention_max_distance` all positions share a bucket, so the buckets up to there are those of sequences
+of any length (Raffel et al., "Exploring the Limits of Transfer Learning", 2020, section 2.1).
 """
 
 from __future__ import annotations
@@ -12,15 +12,45 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..bypass import runs_eagerly
+from ..bypass import may_bypass, runs_eagerly
 from ..errors import UnexpectedSourceError
 from ..patch import Contract, Role, SourcePatch
 from ..rewrite import Edit, Method
 
-# By upstream's function, direction, number of buckets, largest distance and device; `None` where no table will do.
-_tables: dict[tuple[Callable[..., Any], bool | None, int, int, torch.device], torch.Tensor | None] = {}
+
+class Buckets:
+    """The bucket of every relative position, int64.
+
+    Args:
+        near: those from -D to D, shape (2 D + 1,), where each position beyond has the bucket of -D or of D.
+    """
+
+    def __init__(self, near: torch.Tensor) -> None:
+        self._near = near
+        self._line = near  # the same for positions farther away, as far as was asked for
+
+    def of(self, relative_position: torch.Tensor) -> torch.Tensor:
+        """The buckets of positions of any shape."""
+        distance = self._near.shape[0] // 2
+        return self._near[relative_position.clamp(-distance, distance) + distance]
+
+    def consecutive(self, first: int, count: int) -> torch.Tensor:
+        """The buckets of the positions from `first` on, which is not above 0; a view, shape (count,)."""
+        line, farthest = self._line, max(-first, first + count)
+        if line.shape[0] // 2 < farthest:
+            # Twice as far, so that a growing sequence seldom outgrows it.
+            far = 2 * farthest
+            # The modes that the caller is in may make it of no use in others.
+            with torch.inference_mode(False), _disable_current_modes():
+                line = self._line = self.of(torch.arange(-far, far + 1, device=line.device))
+        return line.narrow(0, line.shape[0] // 2 + first, count)
+
+
+# By upstream's function, direction, number of buckets, largest distance and device; `None` where they would not do.
+_known: dict[tuple[Callable[..., Any], bool | None, int, int, torch.device], Buckets | None] = {}
 
 
 def position_bias(
@@ -36,13 +66,15 @@ def position_bias(
     """
     embedding = self.relative_attention_bias
     device = embedding.weight.device if device is None else device
-    table = bucket_table(self, device) if runs_eagerly(embedding.weight) else None
-    if table is None:
+    buckets = buckets_of(self, device) if runs_eagerly(embedding.weight) else None
+    if buckets is None:
         return self.compute_bias(query_length, key_length, device=device, **positions)
-    distance = table.shape[0] // 2
+    first = positions.get("past_seen_tokens", 0)
+    if query_length == 1 and "cache_position" not in positions and isinstance(first, int) and _is_lookup(embedding):
+        row = torch.index_select(embedding.weight.t(), 1, buckets.consecutive(-first, key_length))
+        return row[None, :, None, :]
     relative = relative_position(query_length, key_length, device, **positions)
-    buckets = table[relative.clamp(-distance, distance)]
-    return embedding(buckets).permute(2, 0, 1).unsqueeze(0)
+    return embedding(buckets.of(relative)).permute(2, 0, 1).unsqueeze(0)
 
 
 def relative_position(
@@ -57,47 +89,48 @@ def relative_position(
         queries = cache_position.to(device)
     elif isinstance(past_seen_tokens, torch.Tensor):
         queries = torch.arange(query_length, device=device) + past_seen_tokens
-    elif query_length == 1:
-        return torch.arange(-past_seen_tokens, key_length - past_seen_tokens, device=device)[None, :]
     else:
         queries = torch.arange(past_seen_tokens, past_seen_tokens + query_length, device=device)
     return torch.arange(key_length, device=device)[None, :] - queries[:, None]
 
 
-def bucket_table(attention: Any, device: torch.device) -> torch.Tensor | None:
-    """The bucket of each relative position from -D to D, D the largest distance that has one of its own.
+def _is_lookup(embedding: Any) -> bool:
+    """Whether the embeddings are looked up and nothing more, and no gradient is wanted.
 
-    int64, shape (2 D + 1,), the negative positions at the end, where negative indices find them. `None` where the
-    buckets beyond D are not all the same.
+    The gradient of another kind of look-up is summed in another order.
     """
-    buckets, distance = attention.relative_attention_num_buckets, attention.relative_attention_max_distance
+    differentiable = torch.is_grad_enabled() and embedding.weight.requires_grad
+    return (
+        type(embedding) is nn.Embedding and not differentiable and embedding.max_norm is None and may_bypass(embedding)
+    )
+
+
+def buckets_of(attention: Any, device: torch.device) -> Buckets | None:
+    """The buckets of an attention module's positions; `None` where those far away are not all the same."""
+    number, distance = attention.relative_attention_num_buckets, attention.relative_attention_max_distance
     # Pix2Struct's text attention has no such attribute, and looks one way.
     is_decoder = getattr(attention, "is_decoder", None)
-    key = type(attention).compute_bias, is_decoder, buckets, distance, device
-    if key not in _tables:
-        # A table made in these modes would be of use in them only.
+    key = type(attention).compute_bias, is_decoder, number, distance, device
+    if key not in _known:
         with torch.inference_mode(False), _disable_current_modes():
-            _tables[key] = _make_table(type(attention), is_decoder, buckets, distance, device)
-    return _tables[key]
+            _known[key] = _read(type(attention), is_decoder, number, distance, device)
+    return _known[key]
 
 
-def _make_table(
-    owner: type, is_decoder: bool | None, buckets: int, distance: int, device: torch.device
-) -> torch.Tensor | None:
-    """The table, read from what upstream's `compute_bias` looks up."""
-    if distance <= buckets // 2:  # no logarithmic part
+def _read(owner: type, is_decoder: bool | None, number: int, distance: int, device: torch.device) -> Buckets | None:
+    """The buckets that upstream's `compute_bias` looks up."""
+    if distance <= number // 2:  # no logarithmic part
         return None
-    reader = _reader(owner, is_decoder, buckets, distance)
-    found = reader.compute_bias(distance + 1, distance + 1, device=device)[0, 0]
-    return torch.cat([found[0], found[1:, 0].flip(0)])
+    found = _reader(owner, is_decoder, number, distance).compute_bias(distance + 1, distance + 1, device=device)[0, 0]
+    return Buckets(torch.cat([found[1:, 0].flip(0), found[0]]))
 
 
-def _reader(owner: type, is_decoder: bool | None, buckets: int, distance: int) -> Any:
+def _reader(owner: type, is_decoder: bool | None, number: int, distance: int) -> Any:
     """A stand-in for an attention module, whose `compute_bias` gives the buckets themselves."""
     reader: Any = object.__new__(owner)
     vars(reader).update(
         is_decoder=is_decoder,
-        relative_attention_num_buckets=buckets,
+        relative_attention_num_buckets=number,
         relative_attention_max_distance=distance,
         relative_attention_bias=lambda buckets: buckets.unsqueeze(-1),
     )
@@ -123,15 +156,14 @@ def _check_buckets(owner: type) -> None:
     starts: list[dict[str, Any]] = [{}]
     starts += [{"past_seen_tokens": 150}] if "past_seen_tokens" in known else []
     starts += [{"cache_position": torch.arange(150, 157, device="cpu")}] if "cache_position" in known else []
+    cpu = torch.device("cpu")
     for is_decoder in (False, True):
-        for buckets, distance in ((32, 128), (8, 20)):
-            reader = _reader(owner, is_decoder, buckets, distance)
-            table = _make_table(owner, is_decoder, buckets, distance, torch.device("cpu"))
-            assert table is not None
+        for number, distance in ((32, 128), (8, 20)):
+            buckets = _read(owner, is_decoder, number, distance, cpu)
+            reader = _reader(owner, is_decoder, number, distance)
             for positions in starts:
-                theirs = reader.compute_bias(7, 300, device=torch.device("cpu"), **positions)[0, 0]
-                relative = relative_position(7, 300, torch.device("cpu"), **positions)
-                if not torch.equal(theirs, table[relative.clamp(-distance, distance)]):
+                theirs = reader.compute_bias(7, 300, device=cpu, **positions)[0, 0]
+                if buckets is None or not torch.equal(theirs, buckets.of(relative_position(7, 300, cpu, **positions))):
                     raise UnexpectedSourceError(f"{owner.__name__}.compute_bias does not give T5's buckets")
 
 
