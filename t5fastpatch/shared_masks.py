@@ -55,11 +55,7 @@ class SharedMasks:
 
 def transformed() -> bool:
     """Whether a compiler, a tracer or a function transform is at work: its tensors are no values to be kept."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._is_tracing()
-        or torch._C._are_functorch_transforms_active()
-    )
+    return torch.compiler.is_compiling() or torch._C._is_tracing() or torch._C._are_functorch_transforms_active()
 
 
 def shareable(*tensors: Tensor | None) -> bool:
@@ -73,12 +69,15 @@ def shareable(*tensors: Tensor | None) -> bool:
     return not grads and all(type(tensor) is Tensor for tensor in given)
 
 
+def laid_out(mask: Tensor) -> Tensor:
+    """The mask as its device's SDPA kernels take it without a copy."""
+    return with_aligned_rows(mask) if mask.is_cuda else mask.contiguous()
+
+
 def with_aligned_rows(mask: Tensor) -> Tensor:
-    """The mask, contiguous; on CUDA its rows begin at multiples of 8 elements, with a gap between them if need be."""
+    """The mask with rows that begin at multiples of 8 elements; there are gaps of zeros between them if need be."""
     gap = -mask.shape[-1] % _ALIGNMENT
-    if not (mask.is_cuda and gap):
-        return mask.contiguous()
-    return nn.functional.pad(mask, (0, gap))[..., : mask.shape[-1]]
+    return nn.functional.pad(mask, (0, gap))[..., : mask.shape[-1]] if gap else mask.contiguous()
 
 
 def _state(tensor: Tensor) -> Hashable:

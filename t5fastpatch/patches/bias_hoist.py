@@ -11,7 +11,7 @@ import ast
 import functools
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ..errors import UnexpectedSourceError
 from ..patch import Contract, Role, SourcePatch
 from ..rewrite import Edit, Method
-from ..shared_masks import SharedMasks, shareable, transformed, with_aligned_rows
+from ..shared_masks import SharedMasks, laid_out, shareable, transformed
 
 _merged = SharedMasks()
 
@@ -79,7 +79,7 @@ def sdpa_with_shared_mask(
 def _merge(bias: Tensor, mask: Tensor | None, causal: bool, query: Tensor, key: Tensor) -> Tensor:
     # The bias is a permuted view, and so would be what is made of it: better to copy the bias than that.
     merged: Tensor = upstream().create_position_bias_mask(bias.contiguous(), mask, causal, query, key)
-    return with_aligned_rows(merged)
+    return laid_out(merged)
 
 
 def edits(method: Method) -> list[Edit]:
@@ -102,7 +102,7 @@ def edits(method: Method) -> list[Edit]:
 
 @functools.cache
 def check_upstream(attend: Callable[..., Any]) -> None:
-    """Runs upstream's SDPA function beside ours, with each kind of mask, causal and not; the bits must be the same.
+    """Runs upstream's SDPA function beside ours; the bits must be the same.
 
     Raises:
         UnexpectedSourceError: they are not, or it does not merge by a function of its own.
@@ -112,26 +112,27 @@ def check_upstream(attend: Callable[..., Any]) -> None:
     if merge is None or list(inspect.signature(merge).parameters) != known:
         raise UnexpectedSourceError("sdpa_attention_forward does not merge by create_position_bias_mask")
     with torch.inference_mode():
-        for queries, keys in ((1, 3), (3, 3), (2, 4)):
-            numbers = (
-                torch.linspace(-2.0, 2.0, 2 * keys * 4, device="cpu").sin().view(2, 1, keys, 4).expand(2, 2, -1, -1)
-            )
-            bias = (
-                torch.linspace(-1.0, 1.0, 2 * queries * keys, device="cpu")
-                .view(1, queries, keys, 2)
-                .permute(0, 3, 1, 2)
-            )
-            mask = bias.sum(1, keepdim=True).expand(2, -1, -1, -1)
-            for attention_mask in (None, mask, mask > 0, torch.zeros_like(mask, dtype=torch.bool)):
-                for causal in (False, True):
-                    arguments = (numbers[:, :, :queries], numbers, numbers.flip(2), attention_mask)
-                    options: dict[str, Any] = {"scaling": 1.0, "is_causal": causal, "position_bias": bias}
-                    theirs, _ = attend(nn.Identity(), *arguments, **options)
-                    ours, _ = sdpa_with_shared_mask(nn.Identity(), *arguments, **options)
-                    if not torch.equal(theirs, ours):
-                        raise UnexpectedSourceError(
-                            "sdpa_attention_forward takes a mask otherwise than a position bias"
-                        )
+        for arguments, options in _trials():
+            theirs, _ = attend(nn.Identity(), *arguments, **options)
+            ours, _ = sdpa_with_shared_mask(nn.Identity(), *arguments, **options)
+            if not torch.equal(theirs, ours):
+                raise UnexpectedSourceError("sdpa_attention_forward takes a mask otherwise than a position bias")
+
+
+def _trials() -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Small calls: a decoding step, as many queries as keys, fewer; each kind of mask; causal and not."""
+    batch, heads, width = 2, 2, 4
+    for queries, keys in ((1, 3), (3, 3), (2, 4)):
+        key = (
+            torch.linspace(-9.0, 9.0, batch * heads * keys * width, device="cpu").sin().view(batch, heads, keys, width)
+        )
+        bias = torch.linspace(-5.0, 5.0, queries * keys * heads, device="cpu").sin().view(1, queries, keys, heads)
+        bias = bias.permute(0, 3, 1, 2)
+        additive = bias[:, :1].expand(batch, -1, -1, -1)
+        for mask in (None, additive, additive > 0, torch.zeros_like(additive, dtype=torch.bool)):
+            for causal in (False, True):
+                options = {"scaling": 1.0, "is_causal": causal, "position_bias": bias}
+                yield (key[:, :, :queries], key, key.flip(2), mask), options
 
 
 PATCH = SourcePatch(

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..errors import UnexpectedSourceError
 from ..patch import Contract, Role, SourcePatch
 from ..rewrite import Edit, Method
-from ..shared_masks import SharedMasks, shareable, transformed, with_aligned_rows
+from ..shared_masks import SharedMasks, laid_out, shareable, transformed
 
 _additive = SharedMasks()
 
@@ -62,7 +62,7 @@ def mask_alone(attention: Any, mask: Tensor | None, position_bias: Tensor | None
 
 def _zero_or_lowest(mask: Tensor, dtype: torch.dtype) -> Tensor:
     zero = torch.zeros((), dtype=dtype, device=mask.device)
-    return with_aligned_rows(torch.where(mask, zero, torch.finfo(dtype).min))
+    return laid_out(torch.where(mask, zero, torch.finfo(dtype).min))
 
 
 def edits(method: Method) -> list[Edit]:
