@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,28 +20,23 @@ from ..patch import Contract, Role, SourcePatch
 from ..rewrite import Edit, Method
 from ..shared_masks import SharedMasks, laid_out, shareable, transformed
 
+_TAKE_NO_BIAS = ("eager_attention_forward", "sdpa_attention_forward")
+
 _additive = SharedMasks()
 
 
-def needs_no_zeros(attention: Any, is_cross_attention: bool) -> bool:
+def needs_no_zeros(module: Any, is_cross_attention: bool, attention: Callable[..., Any]) -> bool:
     """Whether an attention module gets along without a position bias of zeros.
 
-    Not while it checkpoints gradients, for which upstream lets the zeros have some; nor with an attention function
-    that is not transformers' own, eager or SDPA, and may rely on a bias.
+    Not while it checkpoints gradients, for which upstream lets the zeros have some; nor if the attention function is
+    neither transformers' eager one nor its SDPA, and may rely on a bias.
     """
-    implementation = attention.config._attn_implementation
-    checkpoints = attention.training and getattr(attention, "gradient_checkpointing", False)
-    return is_cross_attention and not checkpoints and (implementation == "eager" or _is_sdpa(implementation))
+    checkpoints = module.training and getattr(module, "gradient_checkpointing", False)
+    upstream = getattr(attention, "__module__", "").startswith("transformers.")
+    return is_cross_attention and not checkpoints and upstream and attention.__name__ in _TAKE_NO_BIAS
 
 
-def _is_sdpa(implementation: str | None) -> bool:
-    # Whatever is registered under that name runs.
-    registered = importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
-    upstream = importlib.import_module("transformers.integrations.sdpa_attention").sdpa_attention_forward
-    return implementation == "sdpa" and registered["sdpa"] is upstream
-
-
-def mask_alone(attention: Any, mask: Tensor | None, position_bias: Tensor | None, query: Tensor) -> Tensor | None:
+def mask_alone(module: Any, mask: Tensor | None, position_bias: Tensor | None, query: Tensor) -> Tensor | None:
     """The mask that does without a bias what this one did beside zeros; where there is a bias, as it is.
 
     Args:
@@ -52,7 +47,7 @@ def mask_alone(attention: Any, mask: Tensor | None, position_bias: Tensor | None
         For SDPA, a bool mask as 0 and the smallest number of the query's dtype. SDPA itself would make minus infinity
         of it, and where a row is masked altogether attend to nothing; upstream attends to everything there.
     """
-    if mask is None or position_bias is not None or attention.config._attn_implementation == "eager":
+    if mask is None or position_bias is not None or module.config._attn_implementation != "sdpa":
         return mask
     if mask.dtype != torch.bool:
         return mask.to(torch.promote_types(mask.dtype, query.dtype))
@@ -69,8 +64,9 @@ def edits(method: Method) -> list[Edit]:
     """Leaves out the zeros, or makes a row of them.
 
     Where an attention function gets mask and bias, its bias is `None` and its mask the one to do without. Where the
-    forward does the work itself, as releases before 5.15 do, it adds them up, for all heads; there the zeros have one
-    query instead of all, and what the sum adds to the scores is broadcast.
+    forward does the work itself, as in releases before 5.15, zeros and mask are added up for all heads and queries, and
+    then to the scores; there the zeros are for one query, and one head if none are pruned, and so the sum is as large
+    as the mask.
 
     Raises:
         UnexpectedSourceError: the zeros are there, and the call of the attention function is not as known.
@@ -98,31 +94,41 @@ def _zeros(tree: ast.AST) -> list[ast.Call]:
 
 
 def _without(method: Method, zeros: ast.Call) -> list[Edit]:
+    nodes = list(ast.walk(method.tree))
     calls = [
         node
-        for node in ast.walk(method.tree)
+        for node in nodes
         if isinstance(node, ast.Call) and any(keyword.arg == "position_bias" for keyword in node.keywords)
     ]
     if not calls:
-        (shape,) = zeros.args
-        assert isinstance(shape, ast.Tuple)
-        return [method.replace(shape.elts[2], "1")]
+        return [_broadcast(method, zeros.args[0])]
+    names = {node.id for node in nodes if isinstance(node, ast.Name)}
+    chosen = {ast.unparse(node.target): node.value for node in nodes if isinstance(node, ast.AnnAssign) and node.value}
     match calls:
         case [
-            ast.Call(args=[ast.Name(id="self"), ast.Name(id=query), ast.Name(), ast.Name(), ast.Name(id=mask) as given])
-        ]:
-            known = any(
-                isinstance(node, ast.Name) and node.id == "is_cross_attention" for node in ast.walk(method.tree)
+            ast.Call(
+                func=ast.Name(id=function),
+                args=[ast.Name(id="self"), ast.Name(id=query), ast.Name(), ast.Name(), ast.Name() as mask],
             )
-            if known:
-                condition = "self.t5fastpatch_needs_no_zeros(is_cross_attention)"
-                return [
-                    method.replace(zeros, f"None if {condition} else {ast.unparse(zeros)}"),
-                    method.replace(given, f"self.t5fastpatch_mask_alone({mask}, position_bias, {query})"),
-                ]
+        ] if function in chosen and "is_cross_attention" in names:
+            arguments = f"is_cross_attention, {ast.unparse(chosen[function])}"
+            return [
+                method.replace(
+                    zeros, f"None if self.t5fastpatch_needs_no_zeros({arguments}) else {ast.unparse(zeros)}"
+                ),
+                method.replace(mask, f"self.t5fastpatch_mask_alone({mask.id}, position_bias, {query})"),
+            ]
     raise UnexpectedSourceError(
-        "position bias and mask are not handed to one attention function behind queries, keys, values"
+        "the attention function is not chosen by name, and called with queries, keys, values, mask"
     )
+
+
+def _broadcast(method: Method, shape: ast.expr) -> Edit:
+    assert isinstance(shape, ast.Tuple)
+    _, heads, _, keys = map(ast.unparse, shape.elts)
+    # Those of a pruned attention are picked from all heads.
+    picked = any(isinstance(node, ast.Attribute) and node.attr == "pruned_heads" for node in ast.walk(method.tree))
+    return method.replace(shape, f"(1, {heads if picked else 1}, 1, {keys})")
 
 
 PATCH = SourcePatch(
