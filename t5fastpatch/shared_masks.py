@@ -52,6 +52,10 @@ class SharedMasks:
             self._made[source] = _Made(mask, None if root is None else weakref.ref(root), state)
         return mask
 
+    def forget(self, source: Tensor) -> None:
+        """Has the mask of `source` made anew, if there is one."""
+        self._made.pop(source, None)
+
 
 def transformed() -> bool:
     """Whether a compiler, a tracer or a function transform is at work: its tensors are no values to be kept."""

@@ -231,6 +231,23 @@ def test_a_mask_changed_in_place_is_made_anew() -> None:
 
 
 @interface
+def test_a_caller_s_own_mask_is_read_anew_in_every_forward() -> None:
+    """In inference mode too, where tensors have no versions."""
+    model = build()
+    inputs = {"encoder_hidden_states": torch.randn(2, 5, 32), "input_ids": zoo.ids(3, 1), "use_cache": False}
+
+    def calls() -> torch.Tensor:
+        mask = torch.ones(2, 1, 3, 5, dtype=torch.bool)
+        before = model.decoder(**inputs, encoder_attention_mask=mask).last_hidden_state
+        mask[..., 2] = False
+        return torch.stack([before, model.decoder(**inputs, encoder_attention_mask=mask).last_hidden_state])
+
+    with torch.inference_mode():
+        before, after = same_both_ways(model, calls)
+    assert not torch.equal(before, after)
+
+
+@interface
 def test_other_attention_functions_get_their_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS

@@ -52,7 +52,12 @@ def mask_alone(module: Any, mask: Tensor | None, position_bias: Tensor | None, q
     if mask.dtype != torch.bool:
         return mask.to(torch.promote_types(mask.dtype, query.dtype))
     make = functools.partial(_zero_or_lowest, mask, query.dtype)
-    return make() if transformed() or not shareable(mask) else _additive.get(make, mask, None, query.dtype)
+    if transformed() or not shareable(mask):
+        return make()
+    if not module.layer_idx:
+        # Unlike a bias, a mask may be the caller's, and have changed since the last forward without a trace.
+        _additive.forget(mask)
+    return _additive.get(make, mask, None, query.dtype)
 
 
 def _zero_or_lowest(mask: Tensor, dtype: torch.dtype) -> Tensor:
