@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules import module as registration
 
 
 def may_bypass(module: nn.Module) -> bool:
@@ -13,11 +16,16 @@ def may_bypass(module: nn.Module) -> bool:
     return not hooks and "forward" not in vars(module)
 
 
-def runs_eagerly(tensor: torch.Tensor) -> bool:
-    """Whether an operation on `tensor` is carried out at once, and its result may be kept for the next call.
+def gives_new_memory(linear: Any) -> bool:
+    """Whether nobody else can have the result of calling a linear, so that it may be changed in place."""
+    return type(linear) is nn.Linear and may_bypass(linear) and not registration._global_forward_hooks
 
-    Not so where a compiler or a tracer records it, or where the tensor holds no data.
-    """
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
-        return False
-    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
+
+def transformed() -> bool:
+    """Whether a compiler, a tracer or a function transform is at work: its tensors are no values to be kept."""
+    return torch.compiler.is_compiling() or torch._C._is_tracing() or torch._C._are_functorch_transforms_active()
+
+
+def runs_eagerly(tensor: torch.Tensor) -> bool:
+    """Whether an operation on `tensor` is carried out at once, and its result may be kept for the next call."""
+    return not (transformed() or tensor.is_meta or isinstance(tensor, FakeTensor))

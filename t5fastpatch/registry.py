@@ -27,6 +27,8 @@ BUILTIN = (
     "gelu",
     "bucket_cache",
     "wo_without_weight",
+    "bias_hoist",
+    "cross_bias_skip",
 )
 
 

@@ -10,14 +10,14 @@ import torch
 import zoo
 
 import t5fastpatch
-from t5fastpatch.measure.census import census
-from t5fastpatch.patches.gelu import activation, has_written_out_gelu
+from t5fastpatch.measure.census import census, peak_live_bytes
+from t5fastpatch.patches.gelu import activation, has_known_activation
 
 GATED = zoo.BY_NAME["t5-v1.1"]
 
 
 def feed_forwards(model: Any) -> list[Any]:
-    return [module for module in model.modules() if has_written_out_gelu(module)]
+    return [module for module in model.modules() if has_known_activation(module)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=lambda dtype: str(dtype)[6:])
@@ -62,17 +62,78 @@ def test_seven_ops_a_feed_forward_are_gone() -> None:
 
 
 def test_another_activation_needs_no_patch_and_stays_itself() -> None:
-    model = zoo.BY_NAME["t5"].build()
+    model = zoo.BY_NAME["t5"].build(feed_forward_proj="silu")
     (row,) = t5fastpatch.apply(model, "gelu").rows
     assert row.state is t5fastpatch.State.NEEDLESS
     gated = GATED.build()
     t5fastpatch.apply(gated, "gelu")
     (feed_forward, *_) = feed_forwards(gated)
     x = torch.randn(2, 3, 32)
-    feed_forward.act = torch.nn.ReLU()
-    relu = copy.deepcopy(feed_forward)
+    feed_forward.act = torch.nn.SiLU()
+    silu = copy.deepcopy(feed_forward)
     t5fastpatch.remove(gated)
-    assert torch.equal(relu(x), feed_forward(x))
+    with torch.no_grad():
+        assert torch.equal(silu(x), feed_forward(x))
+
+
+@pytest.mark.parametrize("name", ["t5", "t5-v1.1"])
+def test_in_place_it_is_the_same_and_takes_less_memory(name: str) -> None:
+    model = zoo.BY_NAME[name].build().half()
+    (feed_forward, *_) = feed_forwards(model)
+    x = torch.randn(2, 3, 32).half()
+    with torch.no_grad():
+        stock = peak_live_bytes(lambda: feed_forward(x))
+        t5fastpatch.apply(model, "gelu")
+        patched, peak = feed_forward(x), peak_live_bytes(lambda: feed_forward(x))
+    slow = feed_forward(x)
+    assert slow.requires_grad
+    assert torch.equal(patched, slow)
+    hidden, output = 2 * 2 * 3 * 64, 2 * 2 * 3 * 32
+    assert peak == (1 if name == "t5" else 2) * hidden + output < stock
+
+
+@pytest.mark.parametrize("linear", ["wi_0", "wi_1"])
+@pytest.mark.parametrize("everywhere", [False, True], ids=["hook", "global hook"])
+def test_what_a_hook_has_seen_is_not_changed(linear: str, everywhere: bool) -> None:
+    model, seen = GATED.build(), []
+    (feed_forward, *_) = feed_forwards(model)
+    module = getattr(feed_forward, linear)
+
+    def keep(hooked: Any, args: Any, output: torch.Tensor) -> None:
+        if hooked is module:
+            seen.append(output)
+
+    register = torch.nn.modules.module.register_module_forward_hook if everywhere else module.register_forward_hook
+    handle = register(keep)
+    try:
+        t5fastpatch.apply(model, "gelu")
+        x = torch.randn(2, 3, 32)
+        with torch.no_grad():
+            feed_forward(x)
+            assert torch.equal(seen[0], torch.nn.functional.linear(x, module.weight))
+    finally:
+        handle.remove()
+
+
+def test_a_linear_that_gives_its_result_twice_is_not_changed() -> None:
+    """Whoever puts another module in a linear's place may keep what it gives."""
+
+    class Constant(torch.nn.Module):
+        def __init__(self, weight: torch.Tensor) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(weight)
+            self.result = torch.linspace(-1, 1, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.result
+
+    model = GATED.build()
+    (feed_forward, *_) = feed_forwards(model)
+    feed_forward.wi_0 = Constant(feed_forward.wi_0.weight.detach())
+    t5fastpatch.apply(model, "gelu")
+    with torch.no_grad():
+        first, second = (feed_forward(torch.ones(1, 1, 32)) for _ in range(2))
+    assert torch.equal(first, second)
 
 
 @pytest.mark.parametrize("observe", ["hook", "forward", "autocast"])
