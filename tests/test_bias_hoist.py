@@ -94,24 +94,6 @@ def test_a_stack_merges_once(kind: zoo.Kind, merges: list[torch.Tensor]) -> None
     assert len(merges) - stock == 3
 
 
-@pytest.mark.parametrize(
-    ("small", "width", "padded", "kept"), [(2**20, 8, True, 1), (0, 8, True, 3), (0, 2, True, 1), (0, 2, False, 3)]
-)
-def test_a_mask_is_kept_if_it_is_small_or_upstream_s_peak_is_higher(
-    small: int, width: int, padded: bool, kept: int, merges: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bias_hoist, "_SMALL", small)
-    model = build(d_kv=width)
-    inputs = zoo.text_inputs() if padded else unpadded(zoo.text_inputs())
-    with torch.no_grad():
-        stock = model.encoder(**inputs).last_hidden_state
-        t5fastpatch.apply(model, ["bias_hoist"])
-        merges.clear()
-        assert torch.equal(model.encoder(**inputs).last_hidden_state, stock)
-    assert len(merges) == kept
-    assert all(each.is_contiguous() for each in merges)
-
-
 def test_a_mask_that_each_layer_crops_is_merged_once(merges: list[torch.Tensor]) -> None:
     kind = zoo.BY_NAME["pix2struct"]
     model = kind.build()

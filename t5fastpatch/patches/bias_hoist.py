@@ -24,9 +24,6 @@ from ..patch import Contract, Role, SourcePatch
 from ..rewrite import Edit, Method
 from ..shared_masks import SharedMasks, laid_out, shareable
 
-# A merged mask of so many bytes is kept, whatever it adds to the peak of a forward's memory.
-_SMALL = 2**20
-
 _merged = SharedMasks()
 
 
@@ -71,25 +68,9 @@ def sdpa_with_shared_mask(
     cropped = causal and key.shape[2] > query.shape[2]
     if position_bias is not None and not cropped and shareable(position_bias, attention_mask):
         merge = functools.partial(_merge, position_bias, attention_mask, causal, query, key)
-        if raises_peak(query, key, position_bias, attention_mask):
-            attention_mask = merge()
-        else:
-            attention_mask = _merged.get(merge, position_bias, attention_mask, (causal, key.dtype))
+        attention_mask = _merged.get(merge, position_bias, attention_mask, (causal, key.dtype))
         position_bias = None
     return attend(module, query, key, value, attention_mask, is_causal=is_causal, position_bias=position_bias, **kwargs)
-
-
-def raises_peak(query: Tensor, key: Tensor, bias: Tensor, mask: Tensor | None) -> bool:
-    """Whether a merged mask that lives through the feed-forward layers would raise the peak of a forward's memory.
-
-    Upstream's peak is in a feed-forward, which holds some 8 times as much as the queries have; or where the mask is
-    there twice, merged and copied, if it is larger than that: with 8 keys to an element of a query.
-    """
-    batch, heads, queries, width = query.shape
-    keys = key.shape[2]
-    small = batch * heads * queries * keys * query.element_size() <= _SMALL
-    copied = mask is not None and not bias.is_contiguous()
-    return not small and not (copied and keys >= 8 * width)
 
 
 def _merge(bias: Tensor, mask: Tensor | None, causal: bool, query: Tensor, key: Tensor) -> Tensor:

@@ -74,7 +74,8 @@ def position_bias(
         row = torch.index_select(embedding.weight.t(), 1, buckets.consecutive(-first, key_length))
         return row[None, :, None, :]
     relative = relative_position(query_length, key_length, device, **positions)
-    return embedding(buckets.of(relative)).permute(2, 0, 1).unsqueeze(0)
+    # Every layer would copy a permuted one.
+    return embedding(buckets.of(relative)).permute(2, 0, 1).unsqueeze(0).contiguous()
 
 
 def relative_position(
