@@ -52,16 +52,17 @@ def enable(family: Family, selection: Selection) -> Report:
         # Every function is made, and every class looked at, before the first one changes.
         functions = {cls: (upstream_function(cls), new_function(cls, on)) for cls, on in changes.items()}
         for cls, (upstream, function) in functions.items():
-            assert function is not None
             _put(cls, changes[cls], upstream, function)
         return Report(family.name, transformers_version(), tuple(rows))
 
 
-def _put(cls: type, patches: tuple[Patch, ...], upstream: FunctionType, function: FunctionType) -> None:
+def _put(cls: type, patches: tuple[Patch, ...], upstream: FunctionType, function: FunctionType | None) -> None:
     for patch in uncovered(patches):
         for name, member in finding(patch, cls).members.items():
             setattr(cls, name, member)
-    if any(isinstance(patch, ForwardPatch) for patch in patches):
+    if function is None:
+        pass  # its patches leave its forward alone
+    elif any(isinstance(patch, ForwardPatch) for patch in patches):
         wrapped = rewrap(upstream, innermost(upstream), function)
         ORIGINAL_FORWARD[cls] = upstream, wrapped
         cls.forward = wrapped  # type: ignore[attr-defined]
