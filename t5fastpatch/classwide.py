@@ -60,9 +60,13 @@ def _put(cls: type, patches: tuple[Patch, ...], upstream: FunctionType, function
     for patch in uncovered(patches):
         for name, member in finding(patch, cls).members.items():
             setattr(cls, name, member)
-    if function is None:
-        pass  # its patches leave its forward alone
-    elif any(isinstance(patch, ForwardPatch) for patch in patches):
+    if function is not None:
+        _put_forward(cls, patches, upstream, function)
+    _on[cls] = patches
+
+
+def _put_forward(cls: type, patches: tuple[Patch, ...], upstream: FunctionType, function: FunctionType) -> None:
+    if any(isinstance(patch, ForwardPatch) for patch in patches):
         wrapped = rewrap(upstream, innermost(upstream), function)
         ORIGINAL_FORWARD[cls] = upstream, wrapped
         cls.forward = wrapped  # type: ignore[attr-defined]
@@ -70,4 +74,3 @@ def _put(cls: type, patches: tuple[Patch, ...], upstream: FunctionType, function
         inner = innermost(upstream)
         ORIGINAL_CODE.setdefault(inner, inner.__code__)
         inner.__code__ = function.__code__
-    _on[cls] = patches

@@ -93,7 +93,8 @@ class Patch:
         needs_proof: whether a name is not enough.
         covers: names of patches whose work it does as well, in the methods that it changes: there, their edits are
             left out.
-        attach, detach: what else happens to a module when the patch comes and goes; `detach` undoes `attach` to the bit.
+        attach, detach: what else happens to a module when the patch comes and goes; `detach` undoes `attach` to the
+            bit.
     """
 
     name: str

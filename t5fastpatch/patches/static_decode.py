@@ -1,7 +1,7 @@
 """`static_decode`: generation with a static cache and a captured decoder step.
 
-Both are upstream's: `generate(cache_implementation="static")` compiles the decoder step on CUDA. The patch asks for them
-where the model and the arguments allow it, and has PyTorch capture eager's own kernels instead of making new ones.
+Both are upstream's: `generate(cache_implementation="static")` compiles the decoder step on CUDA. The patch asks for
+them where the model and the arguments allow it, and has PyTorch capture eager's own kernels instead of making new ones.
 """
 
 from __future__ import annotations
@@ -28,15 +28,14 @@ def prepare_cache(self: Any, generation_config: Any, model_kwargs: dict[str, Any
     Args:
         generation_config: this call's own copy of the configuration.
         model_kwargs: the arguments of the decoder's forward; gets the cache.
-        mode: the mode of generation, or the assistant model, by release.
+        mode: the mode of generation, or, in some releases, the assistant model.
     """
     why = objection(self, generation_config, model_kwargs, mode)
     if why:
         _logger.debug("static_decode takes upstream's way: %s", why)
     else:
         generation_config.cache_implementation = "static"
-        if not _chosen_by_caller(generation_config):
-            generation_config.compile_config = captured()
+        generation_config.compile_config = generation_config.compile_config or captured()
     return _inherited(self, prepare_cache)(self, generation_config, model_kwargs, mode, *rest)
 
 
@@ -49,11 +48,14 @@ def state_without_kept(self: Any) -> dict[str, Any]:
     return {name: value for name, value in state.items() if name not in _KEPT}
 
 
-_METHODS = {"_prepare_cache_for_generation": prepare_cache, "__getstate__": state_without_kept}
+_METHODS: dict[str, Callable[..., Any]] = {
+    "_prepare_cache_for_generation": prepare_cache,
+    "__getstate__": state_without_kept,
+}
 
 
 def _inherited(module: Any, method: Callable[..., Any]) -> Callable[..., Any]:
-    """What `method` stands over in the module's class, patched by itself, for the process, or both."""
+    """What `method` stands over in the class of a module that is patched by itself, for the process, or both."""
     name = next(name for name, each in _METHODS.items() if each is method)
     classes = type(module).__mro__
     last = max(index for index, cls in enumerate(classes) if vars(cls).get(name) is method)
@@ -118,11 +120,6 @@ def _mode(generation_config: Any, mode: Any) -> str:
     return name
 
 
-def _chosen_by_caller(generation_config: Any) -> bool:
-    """Whether the caller says how to compile; some releases fill in the default."""
-    return generation_config.compile_config not in (None, _configuration().CompileConfig())
-
-
 def _lost_causality(model: Any) -> bool:
     """Whether no attention of the decoder is causal.
 
@@ -138,18 +135,17 @@ def _configuration() -> Any:
 
 
 def _lite_options() -> dict[str, Any]:
-    """The options of the mode in which PyTorch's compiler leaves eager's kernels as they are; none in older releases."""
+    """The options of the mode in which PyTorch's compiler keeps eager's kernels; none in older releases."""
     modes: dict[str, dict[str, Any]] = importlib.import_module("torch._inductor").list_mode_options()
     return modes.get("lite", {})
 
 
 def lacks(cls: Any) -> str:
     """What a class of generating models does not have."""
-    if not hasattr(cls, "_prepare_cache_for_generation"):
-        return "generate of this release makes no static cache for T5"
-    # The older flag is of the same meaning for these models.
-    if not getattr(cls, "_can_compile_fullgraph", getattr(cls, "_supports_static_cache", False)):
-        return f"upstream says that the decoder step of {cls.__name__} cannot be compiled"
+    if not (hasattr(cls, "_valid_auto_compile_criteria") and hasattr(cls, "_can_compile_fullgraph")):
+        return "generate of this release compiles no decoder step of such a model"
+    if not cls._can_compile_fullgraph:
+        return f"upstream says that {cls.__name__} cannot be compiled to one graph"
     return "" if _lite_options() else f"PyTorch {torch.__version__} has no compile mode that keeps eager's kernels"
 
 
