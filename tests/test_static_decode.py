@@ -193,6 +193,16 @@ def test_a_patch_that_comes_later_is_in_the_step() -> None:
     assert torch.equal(found, eager)
 
 
+@compiling
+def test_a_call_in_inference_mode_does_not_spoil_the_next_one() -> None:
+    model, inputs, backend = patched(**SHALLOW), zoo.text_inputs(), Counting()
+    expected = tokens(built(**SHALLOW), inputs, max_new_tokens=4)
+    for inference in (True, False, True):
+        with torch.inference_mode(inference):
+            assert torch.equal(tokens(model, inputs, max_new_tokens=4, compile_config=backend.config), expected)
+    assert backend.graphs == 2
+
+
 # Upstream's way
 
 

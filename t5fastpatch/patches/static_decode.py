@@ -34,6 +34,8 @@ def prepare_cache(self: Any, generation_config: Any, model_kwargs: dict[str, Any
     if why:
         _logger.debug("static_decode takes upstream's way: %s", why)
     else:
+        # Upstream would go on with the last cache, though another thread may be at it, or inference mode have made it.
+        vars(self).pop("_cache", None)
         generation_config.cache_implementation = "static"
         generation_config.compile_config = generation_config.compile_config or captured()
     return _inherited(self, prepare_cache)(self, generation_config, model_kwargs, mode, *rest)
