@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         WrongTypeError,
     )
     from .headroom.check import check
-    from .patch import Contract, ForwardPatch, Role, SourcePatch, StackPatch, State
+    from .patch import Contract, ForwardPatch, MethodPatch, Role, SourcePatch, StackPatch, State
     from .registry import list_patches, register
 
 __version__ = "0.1.0"
@@ -38,6 +38,7 @@ __all__ = [
     "ForwardPatch",
     "InvalidPatchError",
     "MetaDeviceError",
+    "MethodPatch",
     "NotAppliedError",
     "NotFoundError",
     "NotT5Error",
@@ -65,7 +66,8 @@ __all__ = [
 # Imported at first use: the start-up hook imports this package in every process, and must not pull in torch.
 _MODULES = dict.fromkeys(("apply", "patched", "remove", "status"), "engine")
 _MODULES["check"] = "headroom.check"
-_MODULES |= dict.fromkeys(("Contract", "ForwardPatch", "Role", "SourcePatch", "StackPatch", "State"), "patch")
+_MODULES |= dict.fromkeys(("Contract", "ForwardPatch", "MethodPatch", "Role"), "patch")
+_MODULES |= dict.fromkeys(("SourcePatch", "StackPatch", "State"), "patch")
 _MODULES |= dict.fromkeys(("list_patches", "register"), "registry")
 
 

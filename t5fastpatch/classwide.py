@@ -52,15 +52,20 @@ def enable(family: Family, selection: Selection) -> Report:
         # Every function is made, and every class looked at, before the first one changes.
         functions = {cls: (upstream_function(cls), new_function(cls, on)) for cls, on in changes.items()}
         for cls, (upstream, function) in functions.items():
-            assert function is not None
             _put(cls, changes[cls], upstream, function)
         return Report(family.name, transformers_version(), tuple(rows))
 
 
-def _put(cls: type, patches: tuple[Patch, ...], upstream: FunctionType, function: FunctionType) -> None:
+def _put(cls: type, patches: tuple[Patch, ...], upstream: FunctionType, function: FunctionType | None) -> None:
     for patch in uncovered(patches):
         for name, member in finding(patch, cls).members.items():
             setattr(cls, name, member)
+    if function is not None:
+        _put_forward(cls, patches, upstream, function)
+    _on[cls] = patches
+
+
+def _put_forward(cls: type, patches: tuple[Patch, ...], upstream: FunctionType, function: FunctionType) -> None:
     if any(isinstance(patch, ForwardPatch) for patch in patches):
         wrapped = rewrap(upstream, innermost(upstream), function)
         ORIGINAL_FORWARD[cls] = upstream, wrapped
@@ -69,4 +74,3 @@ def _put(cls: type, patches: tuple[Patch, ...], upstream: FunctionType, function
         inner = innermost(upstream)
         ORIGINAL_CODE.setdefault(inner, inner.__code__)
         inner.__code__ = function.__code__
-    _on[cls] = patches

@@ -172,7 +172,7 @@ def _row(parts: Parts, patch: Patch, found: Survey, verdicts: Verdicts) -> Row:
         state, notes = _state_off(parts, patch, found, verdicts)
     strangers = sum(role_of(cls) in patch.roles for _, cls in parts.strangers)
     notes += [f"modules with a forward of their own, left alone: {strangers}"] if strangers else []
-    why = "; ".join(filter(None, [str(found.refusal or ""), reasons(verdicts), *notes]))
+    why = "; ".join(filter(None, [str(found.refusal or ""), found.why, reasons(verdicts), *notes]))
     return Row(patch.name, state, found.sites, len(places), patch.contract.value, why)
 
 
@@ -219,9 +219,10 @@ def _check_some_effect(choice: Choice, selection: Selection) -> None:
         if each.refusal is not None:
             raise each.refusal
     names = ", ".join(patch.name for patch in selection.patches) or "an empty selection"
+    whys = [f"{each.why}; " for each in found if each.why]
     raise NothingToPatchError(
         f"{names} changes nothing in this {parts.name} (transformers {transformers_version()}): "
-        "see t5fastpatch.status(model)"
+        f"{''.join(whys)}see t5fastpatch.status(model)"
     )
 
 

@@ -35,6 +35,7 @@ def _family(name: str, prefix: str, **roles: tuple[str, ...]) -> Family:
         Role.FEED_FORWARD: ("DenseActDense", "DenseGatedActDense"),
         Role.EXPERTS: ("SparseMLP",),
         Role.NORM: ("LayerNorm",),
+        Role.GENERATOR: ("ForConditionalGeneration",),
     }
     names |= {Role[role.upper()]: given for role, given in roles.items()}
     return Family(name, {role: tuple(prefix + kind for kind in kinds) for role, kinds in names.items()})

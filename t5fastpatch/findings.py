@@ -25,16 +25,19 @@ class Survey:
     """What a patch finds in a set of upstream classes.
 
     Attributes:
-        state: `APPLIES`, `UPSTREAM`, `ABSENT` (no class plays the patch's role) or `REFUSED` (by any of the classes).
+        state: `APPLIES`, `UPSTREAM`, `ABSENT` (no class plays the patch's role, or those that do lack what it needs) or
+            `REFUSED` (by any of the classes).
         classes: the classes it applies to.
         sites: the places in their sources that would change.
         refusal: the error to raise for a refusal.
+        why: what the classes lack.
     """
 
     state: State
     classes: frozenset[type] = frozenset()
     sites: int = 0
     refusal: T5FastPatchError | None = None
+    why: str = ""
 
 
 def survey(patch: Patch, classes: Iterable[type]) -> Survey:
@@ -50,8 +53,10 @@ def survey(patch: Patch, classes: Iterable[type]) -> Survey:
             refusal.__cause__ = each.refusal.__cause__
             return Survey(State.REFUSED, refusal=refusal)
     applies = frozenset(cls for cls, each in found.items() if each.state is State.APPLIES)
-    state = State.APPLIES if applies else State.UPSTREAM if found else State.ABSENT
-    return Survey(state, applies, sum(found[cls].sites for cls in applies))
+    states = {each.state for each in found.values()}
+    state = next((each for each in (State.APPLIES, State.UPSTREAM) if each in states), State.ABSENT)
+    lacking = "; ".join(dict.fromkeys(each.why for each in found.values() if each.why))
+    return Survey(state, applies, sum(found[cls].sites for cls in applies), why=lacking)
 
 
 def finding(patch: Patch, cls: type) -> Finding:

@@ -201,7 +201,7 @@ def _exchange_class(module: nn.Module, after: type[nn.Module]) -> None:
     has = patches_on(module)
     # The weights that they make are real, and outlive the mode that the caller is in.
     with torch.inference_mode(False), _disable_current_modes():
-        for patch in (each for each in (*had, *has) if isinstance(each, StackPatch)):
+        for patch in (*had, *has):
             if patch not in has:
                 patch.detach(module)
             elif patch not in had:

@@ -35,6 +35,7 @@ class Role(str, Enum):
     FEED_FORWARD = "feed-forward"
     EXPERTS = "experts"
     NORM = "norm"
+    GENERATOR = "generating model"
 
 
 class State(str, Enum):
@@ -55,12 +56,13 @@ class Finding:
     """What a patch found in one upstream method.
 
     Attributes:
-        state: `APPLIES`, `UPSTREAM` or `REFUSED`.
+        state: `APPLIES`, `UPSTREAM`, `ABSENT` or `REFUSED`.
         edits: the edits to the method's source, for a patch on code inside a method.
         forward: the function to stand in the method's place, for a patch on a whole small module.
         members: what the class gets beside its forward: functions that the edits call, properties.
         around: makes the new outermost forward of the one that the edits gave.
         refusal: for a refusal, the error that says what was found instead.
+        why: of an absent pattern, what the class does not have.
     """
 
     state: State
@@ -69,6 +71,7 @@ class Finding:
     members: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     around: Callable[[FunctionType], FunctionType] | None = None
     refusal: T5FastPatchError | None = None
+    why: str = ""
 
     @property
     def sites(self) -> int:
@@ -78,7 +81,7 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Patch:
-    """A patch; use `SourcePatch`, `ForwardPatch` or `StackPatch`.
+    """A patch; use `SourcePatch`, `ForwardPatch`, `MethodPatch` or `StackPatch`.
 
     Attributes:
         name: a lower-case identifier.
@@ -90,6 +93,8 @@ class Patch:
         needs_proof: whether a name is not enough.
         covers: names of patches whose work it does as well, in the methods that it changes: there, their edits are
             left out.
+        attach, detach: what else happens to a module when the patch comes and goes; `detach` undoes `attach` to the
+            bit.
     """
 
     name: str
@@ -99,6 +104,8 @@ class Patch:
     unsafe_alone: str = dataclasses.field(default="", kw_only=True)
     needs_proof: bool = dataclasses.field(default=False, kw_only=True)
     covers: frozenset[str] = dataclasses.field(default=frozenset(), kw_only=True)
+    attach: Callable[[nn.Module], None] = dataclasses.field(default=lambda module: None, kw_only=True)
+    detach: Callable[[nn.Module], None] = dataclasses.field(default=lambda module: None, kw_only=True)
 
     @property
     def roles(self) -> frozenset[Role]:
@@ -189,6 +196,34 @@ class ForwardPatch(Patch):
         return Finding(State.APPLIES, forward=self.forward)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class MethodPatch(Patch):
+    """A patch that puts methods over those that a class inherits, and leaves its forward alone.
+
+    Attributes:
+        role: the classes it looks at.
+        methods: the new methods, by upstream's names; module-level functions that call what they stand over.
+        lacks: what a class does not have that the methods need; empty if nothing is missing.
+    """
+
+    role: Role
+    methods: Mapping[str, Callable[..., Any]]
+    lacks: Callable[[type], str]
+
+    @property
+    def roles(self) -> frozenset[Role]:
+        return frozenset({self.role})
+
+    @property
+    def rewritten(self) -> frozenset[Role]:
+        return frozenset()
+
+    def find(self, method: Method, role: Role) -> Finding:
+        """As `Patch.find`; a class that lacks something is one where the pattern is absent."""
+        why = self.lacks(method.owner)
+        return Finding(State.ABSENT, why=why) if why else Finding(State.APPLIES, members=self.methods)
+
+
 @dataclasses.dataclass(frozen=True)
 class Part:
     """What a `StackPatch` does to the classes of one role.
@@ -221,8 +256,6 @@ class StackPatch(Patch):
         fallback_for: the patch that a preset tries first; this one is taken where that one was held back.
         needless: why a stack can do without it, as loaded; empty if it cannot.
         objection: why it may not be on a stack, whatever is known of its magnitudes; empty if it may.
-        attach, detach: what else happens to a module of the stack when the patch comes and goes; `detach` undoes
-            `attach` to the bit.
         unpatched: what a pickle of the module holds, made of the module and its state: upstream's state.
     """
 
@@ -232,8 +265,6 @@ class StackPatch(Patch):
     fallback_for: str = dataclasses.field(default="", kw_only=True)
     needless: Callable[[Stack], str] = dataclasses.field(default=lambda stack: "", kw_only=True)
     objection: Callable[[Stack], str] = dataclasses.field(default=lambda stack: "", kw_only=True)
-    attach: Callable[[nn.Module], None] = dataclasses.field(default=lambda module: None, kw_only=True)
-    detach: Callable[[nn.Module], None] = dataclasses.field(default=lambda module: None, kw_only=True)
     unpatched: Callable[[nn.Module, dict[str, Any]], dict[str, Any]] = dataclasses.field(
         default=lambda module, state: state, kw_only=True
     )

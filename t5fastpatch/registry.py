@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from .errors import ConflictError, InvalidPatchError, UnknownPatchError, WrongTypeError
 from .messages import say
-from .patch import Contract, ForwardPatch, Patch, Role, SourcePatch, StackPatch
+from .patch import Contract, ForwardPatch, MethodPatch, Patch, Role, SourcePatch, StackPatch
 
 ENTRY_POINT_GROUP = "t5fastpatch.patches"
 BUILTIN = (
@@ -29,6 +29,7 @@ BUILTIN = (
     "wo_without_weight",
     "bias_hoist",
     "cross_bias_skip",
+    "static_decode",
 )
 
 
@@ -197,8 +198,15 @@ def _unknown(name: str, known: list[str]) -> str:
 
 
 def _check_patch(patch: Patch) -> None:
-    if not isinstance(patch, SourcePatch | ForwardPatch | StackPatch):
-        raise InvalidPatchError(f"{patch!r} is neither a SourcePatch nor a ForwardPatch nor a StackPatch")
+    calls = {
+        SourcePatch: ("edits",),
+        ForwardPatch: ("forward", "upstream_has_it", "objection"),
+        MethodPatch: ("lacks",),
+        StackPatch: (),
+    }
+    if not isinstance(patch, tuple(calls)):
+        names = " nor a ".join(kind.__name__ for kind in calls)
+        raise InvalidPatchError(f"{patch!r} is neither a {names}")
     if not isinstance(patch.name, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", patch.name):
         raise InvalidPatchError(f"{patch.name!r} is no name for a patch: use a lower-case identifier")
     types: dict[str, type] = {"summary": str, "contract": Contract, "conflicts": frozenset, "unsafe_alone": str}

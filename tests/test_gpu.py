@@ -305,6 +305,76 @@ def test_a_patched_encoder_compiles_to_one_graph() -> None:
     assert (found - expected).norm() <= 1e-2 * expected.norm()
 
 
+def decoded(model: Any, new: int = 16, **arguments: Any) -> torch.Tensor:
+    tokens = {name: value for name, value in batch_of().items() if name != "labels"}
+    model.generation_config.eos_token_id = None
+    with torch.no_grad():
+        found: torch.Tensor = model.generate(**tokens, max_new_tokens=new, **arguments)
+    return found
+
+
+def launches_of_a_step(model: Any) -> float:
+    """As the difference of generating few tokens and many, per token."""
+    few, many = (
+        profile_call(lambda new=new: functools.partial(decoded, model, new), DEVICE, calls=2).launches
+        for new in (8, 24)
+    )
+    return (many - few) / 16
+
+
+def test_a_captured_decoder_step_gives_the_same_tokens_in_fewer_launches() -> None:
+    model = built()
+    if t5fastpatch.status(model)["static_decode"].state is t5fastpatch.State.ABSENT:
+        pytest.skip(t5fastpatch.status(model)["static_decode"].why)
+    t5fastpatch.apply(model, PATCHES)
+    expected = {do_sample: seeded(model, do_sample) for do_sample in (False, True)}
+    eager = launches_of_a_step(model)
+    t5fastpatch.apply(model, "static_decode")
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    try:
+        for do_sample, tokens in expected.items():
+            for _ in range(3):  # warm up, capture, replay
+                assert torch.equal(seeded(model, do_sample), tokens)
+        counters = torch._dynamo.utils.counters
+        assert counters["stats"]["unique_graphs"] == 1
+        assert counters["inductor"]["cudagraph_skips"] == 0
+        for _ in range(3):
+            decoded(model, 24)
+        assert 0 < launches_of_a_step(model) < eager / 2
+    finally:
+        t5fastpatch.remove(model, "static_decode")
+        torch._dynamo.reset()
+
+
+def seeded(model: Any, do_sample: bool) -> torch.Tensor:
+    torch.manual_seed(0)
+    return decoded(model, do_sample=do_sample)
+
+
+def test_a_captured_step_has_the_bits_of_the_same_step_uncaptured() -> None:
+    model = built()
+    if t5fastpatch.status(model)["static_decode"].state is t5fastpatch.State.ABSENT:
+        pytest.skip(t5fastpatch.status(model)["static_decode"].why)
+    t5fastpatch.apply(model, [*PATCHES, "static_decode"])
+    seen: list[torch.Tensor] = []
+
+    def look(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        seen.append(scores.clone())
+        return scores
+
+    decoded(model, logits_processor=[look], cache_implementation="static", disable_compile=True)
+    uncaptured = torch.stack(seen)
+    torch._dynamo.reset()
+    try:
+        for _ in range(3):
+            seen.clear()
+            decoded(model, logits_processor=[look])
+            assert torch.equal(torch.stack(seen), uncaptured)
+    finally:
+        torch._dynamo.reset()
+
+
 # The instruments
 
 

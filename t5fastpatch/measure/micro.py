@@ -24,7 +24,7 @@ from ..errors import NothingToPatchError, T5FastPatchError, UnexpectedSourceErro
 from ..families import role_of
 from ..findings import finding, transformers_version, upstream_class
 from ..install import patches_on
-from ..patch import ForwardPatch, Patch, Role, StackPatch, State
+from ..patch import ForwardPatch, MethodPatch, Patch, Role, StackPatch, State
 from ..rewrite import Edit, Method
 from .workloads import text_config
 
@@ -122,6 +122,8 @@ def _place(model: Any, patch: Patch) -> tuple[nn.Module, type]:
     """The first module that the patch would change, and the upstream class whose forward it runs."""
     if isinstance(patch, StackPatch):
         raise NothingToPatchError(f"{patch.name} is on whole stacks, and has no operation of its own")
+    if isinstance(patch, MethodPatch):
+        raise NothingToPatchError(f"{patch.name} leaves forwards alone, and has no operation of its own")
     state = State.ABSENT
     for module in model.modules():
         cls = upstream_class(type(module))
