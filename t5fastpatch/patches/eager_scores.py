@@ -17,24 +17,7 @@ from torch import nn
 from ..errors import UnexpectedSourceError
 from ..patch import Contract, Role, SourcePatch
 from ..rewrite import Edit, Method
-from ..scores import wide_scores
-
-# A mask holds fp16's smallest number, or that and a bias; nothing else is anywhere near it.
-_MASKED = torch.finfo(torch.float16).min / 2
-
-
-def attention_scores(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """q.k, shape (..., query_length, key_length): in fp32 if they are fp16, in their own dtype otherwise."""
-    if query.dtype == torch.float16:
-        return wide_scores(query, key)
-    return torch.matmul(query, key.transpose(-1, -2))
-
-
-def wide_bias(bias: torch.Tensor) -> torch.Tensor:
-    """A mask or bias; in fp32 if it is fp16, and then with fp32's smallest number for what is masked."""
-    if bias.dtype != torch.float16:
-        return bias
-    return bias.float().masked_fill(bias < _MASKED, torch.finfo(torch.float32).min)
+from ..scores import attention_scores, wide_bias
 
 
 def eager_attention(
