@@ -164,7 +164,12 @@ def _report(parts: Parts, surveys: Mapping[Patch, Survey], verdicts: Mapping[Pat
 def _row(parts: Parts, patch: Patch, found: Survey, verdicts: Verdicts) -> Row:
     on = [module for module, cls in parts.modules if patch in (*patches_on(module), *process_wide(cls))]
     places = [module for module, cls in parts.modules if parts.has_place(patch, module, cls, found)] or on
-    state, notes = (State.ON, _notes_on(parts, patch, on, places)) if on else _state_off(parts, patch, found, verdicts)
+    if on:
+        state, notes = State.ON, _notes_on(parts, patch, on, places)
+    elif found.state is State.APPLIES and not places:
+        state, notes = State.NEEDLESS, ["no module of this model has what it replaces"]
+    else:
+        state, notes = _state_off(parts, patch, found, verdicts)
     strangers = sum(role_of(cls) in patch.roles for _, cls in parts.strangers)
     notes += [f"modules with a forward of their own, left alone: {strangers}"] if strangers else []
     why = "; ".join(filter(None, [str(found.refusal or ""), reasons(verdicts), *notes]))

@@ -17,7 +17,7 @@ from .findings import Survey, survey, upstream_class
 from .headroom.places import Scaling
 from .headroom.stacks import Stack, stacks_of
 from .install import patches_on, setup_on
-from .patch import Patch, StackPatch
+from .patch import Patch, SourcePatch, StackPatch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Parts:
     def has_place(self, patch: Patch, module: nn.Module, cls: type, found: Survey) -> bool:
         """Whether a module is one that the patch would change."""
         if cls not in found.classes or not isinstance(patch, StackPatch):
-            return cls in found.classes
+            return cls in found.classes and (not isinstance(patch, SourcePatch) or patch.where(module))
         stack, role = self.stack(module), role_of(cls)
         assert role is not None
         where = patch.parts[role].where

@@ -137,12 +137,14 @@ class SourcePatch(Patch):
             but not the pattern. No edits means that upstream no longer has it.
         sites: how many edits a method must give; several numbers where upstream writes the pattern in several ways.
         members: functions that the new text calls on `self`; their names begin with "t5fastpatch_".
+        where: whether a module, as it is now, has what the patch replaces; every module of the role, if not given.
     """
 
     role: Role
     edits: Callable[[Method], list[Edit]]
     sites: int | tuple[int, ...]
     members: Mapping[str, Any] = dataclasses.field(default_factory=dict, kw_only=True)
+    where: Callable[[nn.Module], bool] = dataclasses.field(default=lambda module: True, kw_only=True)
 
     @property
     def roles(self) -> frozenset[Role]:

@@ -25,6 +25,8 @@ BUILTIN = (
     "layer_norm",
     "eager_scores",
     "local_scores",
+    "gelu",
+    "bucket_cache",
     "wo_without_weight",
 )
 
@@ -204,7 +206,7 @@ def _check_patch(patch: Patch) -> None:
     for field, expected in types.items():
         if not isinstance(getattr(patch, field), expected):
             raise InvalidPatchError(f"{patch.name}: {field} must be a {expected.__name__}")
-    calls = {SourcePatch: ("edits",), ForwardPatch: ("forward", "upstream_has_it", "objection"), StackPatch: ()}
+    calls = {SourcePatch: ("edits", "where"), ForwardPatch: ("forward", "upstream_has_it", "objection"), StackPatch: ()}
     for field in calls[type(patch)]:
         if not callable(getattr(patch, field)):
             raise InvalidPatchError(f"{patch.name}: {field} must be a function")
