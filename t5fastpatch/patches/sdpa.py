@@ -7,6 +7,7 @@ tensors of batch x heads x queries x keys after each. Fused kernels do it in one
 from __future__ import annotations
 
 import ast
+import itertools
 from typing import Any
 
 import torch
@@ -16,17 +17,10 @@ from ..errors import UnexpectedSourceError
 from ..patch import Contract, Role, SourcePatch
 from ..rewrite import Edit, Method
 from ..scores import MASKED, attention_scores, wide_bias
+from ..written_out import masked_sums, products
 
-_PRODUCT = "torch.matmul(query_states, key_states.transpose(3, 2))"
-_SUM = "scores += position_bias_masked"
-_SOFTMAX = (
-    "attn_weights = nn.functional.softmax(scores.float(), dim=-1).type_as(scores)",
-    "attn_weights = nn.functional.softmax(scores, dim=-1, dtype=torch.float32).type_as(scores)",
-)
 _DROPOUT = "attn_weights = nn.functional.dropout(attn_weights, p=self.dropout, training=self.training)"
 _HEAD_MASK = "if layer_head_mask is not None:\n    attn_weights = attn_weights * layer_head_mask"
-# Pix2Struct's images: no infinities, which fp32 scores and a mask without a bias do not have.
-_FLOOR = "scores = torch.max(scores, torch.tensor(torch.finfo(scores.dtype).min))"
 _OUTPUT = "torch.matmul(attn_weights, value_states)"
 
 
@@ -88,65 +82,100 @@ def attention(
     return output, None
 
 
+def asked(mask: Any) -> tuple[torch.Tensor | None, bool]:
+    """The mask that UMT5's attention was given, and whether its weights are asked for."""
+    return (mask[0], False) if isinstance(mask, tuple) else (mask, True)
+
+
+def mask_for(layer: nn.Module, mask: torch.Tensor | None, output_attentions: bool) -> Any:
+    """The mask for a layer of UMT5's block: in a tuple if nobody asks for the weights.
+
+    The layer hands it to its attention as it is, and has no other argument to say so.
+    """
+    understood = any(hasattr(part, "t5fastpatch_asked") for part in layer.children())
+    return (mask,) if understood and not output_attentions else mask
+
+
 def edits(method: Method) -> list[Edit]:
     """Puts `attention` in the place of all that stands between the product with the keys and that with the values.
 
     The first product gives way to the queries: what follows reads only the dtype and the device of the scores. The mask
     goes into the position bias by `masked_bias`; Pix2Struct's attention to images has a bias that is a mask already.
+    UMT5's attention always returns its weights; there the block says in which call they are used.
 
     Raises:
         UnexpectedSourceError: the forward multiplies queries and keys, and the rest is not as known.
     """
-    nodes = list(ast.walk(method.tree))
-    products = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node) == _PRODUCT]
-    if not products:
-        return []
+    found = list(products(method.tree))
+    if not found:
+        return _layer_masks(method)
+    (product,) = found
+    outputs = [node for node in ast.walk(method.tree) if isinstance(node, ast.Call) and ast.unparse(node) == _OUTPUT]
+    first, last = _weights(method, product.scores)
     arguments = {argument.arg for argument in method.tree.args.args}
+    scores, carried = product.scores, product.query
     if "output_attentions" not in arguments:
-        raise UnexpectedSourceError("the attention weights are returned whether they are asked for or not")
+        scores += ", attention_mask, output_attentions"
+        carried += ", *self.t5fastpatch_asked(attention_mask)"
     head_mask = "layer_head_mask" if "layer_head_mask" in arguments else None
-    outputs = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node) == _OUTPUT]
-    first, last = _weights(method)
-    operands = f"query_states, key_states, value_states, position_bias_masked, {head_mask}, output_attentions"
-    indent = " " * first.col_offset
-    call = f"{indent}attention, attn_weights = self.t5fastpatch_attention({operands})"
+    operands = f"{product.query}, {product.key}, value_states, {ast.unparse(first.value)}, {head_mask}"
+    call = f"attention, attn_weights = self.t5fastpatch_attention({operands}, output_attentions)"
     return [
-        *(method.replace(product, "query_states") for product in products),
-        *(method.replace(*each) for each in _masked_biases(nodes)),
-        Edit(first.lineno, last.end_lineno or last.lineno, (call,)),
+        method.replace(product.statement, f"{scores} = {carried}"),
+        *(
+            method.replace(total, f"self.t5fastpatch_masked_bias(position_bias, {mask.id}, {product.scores}.dtype)")
+            for total, mask in masked_sums(method.tree)
+        ),
+        Edit(first.lineno, last.end_lineno or last.lineno, (" " * first.col_offset + call,)),
         *(method.replace(output, "attention") for output in outputs),
     ]
 
 
-def _weights(method: Method) -> tuple[ast.stmt, ast.stmt]:
+def _weights(method: Method, scores: str) -> tuple[ast.AugAssign, ast.stmt]:
     """The first and the last of the statements that make the attention weights of the scores."""
+    softmax = {
+        f"attn_weights = nn.functional.softmax({scores}.float(), dim=-1).type_as({scores})",
+        f"attn_weights = nn.functional.softmax({scores}, dim=-1, dtype=torch.float32).type_as({scores})",
+    }
+    # In Pix2Struct's attention to images, for infinities: scores in fp32 and a mask without a bias have none.
+    floor = f"{scores} = torch.max({scores}, torch.tensor(torch.finfo({scores}.dtype).min))"
+    known = {floor, *softmax, _DROPOUT, _HEAD_MASK}
     body = method.tree.body
-    spelled = [ast.unparse(statement) for statement in body]
-    known = (_SUM, *_SOFTMAX, _DROPOUT, _HEAD_MASK, _FLOOR)
-    steps = [index for index, text in enumerate(spelled) if text in known]
-    texts = [spelled[index] for index in steps]
-    in_one = bool(steps) and steps == list(range(steps[0], steps[-1] + 1)) and spelled[steps[0]] == _SUM
-    if not in_one or _DROPOUT not in texts or not set(texts) & set(_SOFTMAX) or _OUTPUT not in spelled[steps[-1] + 1]:
-        raise UnexpectedSourceError("the scores are not followed by bias, softmax, dropout and product with the values")
-    inside = {node for index in steps for node in ast.walk(body[index])}
-    others = (node for node in ast.walk(method.tree) if node not in inside)
-    for node in others:
-        match node:
-            case ast.Attribute(value=ast.Name(id="scores"), attr=attr) if attr not in ("dtype", "device"):
-                raise UnexpectedSourceError(f"the scores are used for something else: {ast.unparse(node)}")
-    return body[steps[0]], body[steps[-1]]
+    for index, first in enumerate(body):
+        match first:
+            case ast.AugAssign(target=ast.Name(id=target), op=ast.Add(), value=ast.Name()) if target == scores:
+                steps = list(itertools.takewhile(lambda step: ast.unparse(step) in known, body[index + 1 :]))
+                texts, after = {ast.unparse(step) for step in steps}, body[index + 1 + len(steps) :]
+                if texts & softmax and _DROPOUT in texts and _OUTPUT in ast.unparse(after[0]):
+                    _check_uses(scores, [*body[:index], *after])
+                    return first, steps[-1]
+    raise UnexpectedSourceError("the scores are not followed by bias, softmax, dropout and product with the values")
 
 
-def _masked_biases(nodes: list[ast.AST]) -> list[tuple[ast.expr, str]]:
-    """Each sum of the position bias and a mask, and what takes its place."""
-    found: list[tuple[ast.expr, str]] = []
-    for node in nodes:
+def _check_uses(scores: str, statements: list[ast.stmt]) -> None:
+    """Raises `UnexpectedSourceError` where other statements use more of the scores than dtype and device."""
+    nodes = [node for statement in statements for node in ast.walk(statement)]
+    names = [node for node in nodes if isinstance(node, ast.Name) and node.id == scores]
+    carried = [node for node in nodes if isinstance(node, ast.Attribute) and node.attr in ("dtype", "device")]
+    made = 1
+    if len(names) != made + sum(ast.unparse(node.value) == scores for node in carried):
+        raise UnexpectedSourceError("the scores are used for something else than their dtype and device")
+
+
+def _layer_masks(method: Method) -> list[Edit]:
+    """Puts `mask_for` around the masks for layers of a block that give weights, and are not told whether to."""
+    found = []
+    for node in ast.walk(method.tree):
         match node:
             case ast.Assign(
-                targets=[ast.Name(id="position_bias")],
-                value=ast.BinOp(left=ast.Name(id="position_bias"), op=ast.Add(), right=ast.Name(id=mask)) as total,
+                targets=[ast.Tuple(elts=[_, ast.Name(id="self_attn_weights" | "cross_attn_weights"), *_])],
+                value=ast.Call(func=ast.Subscript() as layer, keywords=keywords),
             ):
-                found.append((total, f"self.t5fastpatch_masked_bias(position_bias, {mask}, scores.dtype)"))
+                given = {keyword.arg: keyword.value for keyword in keywords}
+                if "attention_mask" in given and "output_attentions" not in given:
+                    mask = given["attention_mask"]
+                    arguments = f"{ast.unparse(layer)}, {ast.unparse(mask)}, output_attentions"
+                    found.append(method.replace(mask, f"self.t5fastpatch_mask_for({arguments})"))
     return found
 
 
@@ -155,8 +184,14 @@ PATCH = SourcePatch(
     summary="attention written out -> scaled_dot_product_attention, with scale 1 and the position bias",
     contract=Contract.ROUNDING,
     role=Role.ATTENTION,
+    more_roles=frozenset({Role.BLOCK}),
     edits=edits,
-    sites=(3, 4),
-    members={"t5fastpatch_masked_bias": staticmethod(masked_bias), "t5fastpatch_attention": attention},
+    sites=(2, 3, 4),
+    members={
+        "t5fastpatch_masked_bias": staticmethod(masked_bias),
+        "t5fastpatch_attention": attention,
+        "t5fastpatch_asked": staticmethod(asked),
+        "t5fastpatch_mask_for": staticmethod(mask_for),
+    },
     covers=frozenset({"eager_scores", "softmax_dtype"}),
 )
