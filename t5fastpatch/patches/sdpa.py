@@ -25,10 +25,7 @@ _OUTPUT = "torch.matmul(attn_weights, value_states)"
 
 
 def masked_bias(position_bias: torch.Tensor, mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The position bias with the mask, as every layer's attention takes it.
-
-    In fp16 the sum could be -inf or not, and fused kernels have no finite number for a row of -inf. So what is masked
-    is -inf, except in a row that is masked altogether: that one has no mask.
+    """The position bias with the mask, as the attention of every layer takes it.
 
     Args:
         position_bias: shape (1, heads, query_length, key_length).
@@ -38,10 +35,30 @@ def masked_bias(position_bias: torch.Tensor, mask: torch.Tensor, dtype: torch.dt
     Returns:
         Shape (batch, heads, query_length, key_length), in `dtype`, contiguous: some kernels would copy it each time.
     """
-    if dtype == torch.float16 or mask.dtype != dtype:
-        masked = mask < MASKED
-        mask = mask.masked_fill(masked, -torch.inf).masked_fill(masked.all(-1, keepdim=True), 0)
-    return (position_bias.contiguous() + mask).to(dtype)
+    return (position_bias.contiguous() + _fp16_mask(mask, dtype)).to(dtype)
+
+
+def given_bias(self: Any, position_bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """A position bias that this layer was given, made what `masked_bias` makes of one.
+
+    Only the first layer of a stack, which would have made one itself, can have been given another: UDOP's encoder makes
+    its own, of boxes and mask.
+    """
+    if position_bias is None or not self.has_relative_attention_bias:
+        return position_bias
+    return _fp16_mask(position_bias, dtype).to(dtype).contiguous()
+
+
+def _fp16_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A mask whose sum with a bias is to be in `dtype`; another one only where that cannot hold every such sum.
+
+    That may then be -inf, or still be outweighed by a score; and fused kernels have no finite number for a row of -inf.
+    So what is masked is -inf, except in a row that is masked altogether: that one has no mask.
+    """
+    if dtype != torch.float16 and mask.dtype == dtype:
+        return mask
+    masked = mask < MASKED
+    return mask.masked_fill(masked, -torch.inf).masked_fill(masked.all(-1, keepdim=True), 0)
 
 
 def attention(
@@ -76,9 +93,8 @@ def attention(
             weights = weights * head_mask
         return torch.matmul(weights, value), weights
     dropout = self.dropout if self.training else 0.0
-    output = nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=position_bias.to(query.dtype), dropout_p=dropout, scale=1.0
-    )
+    bias = position_bias.to(query.dtype).contiguous()
+    output = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=bias, dropout_p=dropout, scale=1.0)
     return output, None
 
 
@@ -113,18 +129,20 @@ def edits(method: Method) -> list[Edit]:
     outputs = [node for node in ast.walk(method.tree) if isinstance(node, ast.Call) and ast.unparse(node) == _OUTPUT]
     first, last = _weights(method, product.scores)
     arguments = {argument.arg for argument in method.tree.args.args}
-    scores, carried = product.scores, product.query
+    sums = list(masked_sums(method.tree))
+    assigned = {product.scores: product.query}
+    if sums and "position_bias" in arguments:
+        assigned["position_bias"] = f"self.t5fastpatch_given_bias(position_bias, {product.query}.dtype)"
     if "output_attentions" not in arguments:
-        scores += ", attention_mask, output_attentions"
-        carried += ", *self.t5fastpatch_asked(attention_mask)"
+        assigned["attention_mask, output_attentions"] = "*self.t5fastpatch_asked(attention_mask)"
     head_mask = "layer_head_mask" if "layer_head_mask" in arguments else None
     operands = f"{product.query}, {product.key}, value_states, {ast.unparse(first.value)}, {head_mask}"
     call = f"attention, attn_weights = self.t5fastpatch_attention({operands}, output_attentions)"
     return [
-        method.replace(product.statement, f"{scores} = {carried}"),
+        method.replace(product.statement, f"{', '.join(assigned)} = {', '.join(assigned.values())}"),
         *(
             method.replace(total, f"self.t5fastpatch_masked_bias(position_bias, {mask.id}, {product.scores}.dtype)")
-            for total, mask in masked_sums(method.tree)
+            for total, mask in sums
         ),
         Edit(first.lineno, last.end_lineno or last.lineno, (" " * first.col_offset + call,)),
         *(method.replace(output, "attention") for output in outputs),
@@ -189,6 +207,7 @@ PATCH = SourcePatch(
     sites=(2, 3, 4),
     members={
         "t5fastpatch_masked_bias": staticmethod(masked_bias),
+        "t5fastpatch_given_bias": given_bias,
         "t5fastpatch_attention": attention,
         "t5fastpatch_asked": staticmethod(asked),
         "t5fastpatch_mask_for": staticmethod(mask_for),
