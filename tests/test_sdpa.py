@@ -172,7 +172,8 @@ def test_attentions_that_are_asked_for_are_stocks(kind: zoo.Kind, dtype: torch.d
         t5fastpatch.apply(model, "sdpa")
         patched = model(**batch, output_attentions=True)
     assert stock.keys() == patched.keys()
-    assert same(stock, patched) or dtype != torch.float32
+    # Switch of 5.12 does not tell its attentions, and gives position biases for weights.
+    assert same(stock, patched) or dtype != torch.float32 or kind not in SMOOTH
     for ours, theirs in zip(tensors(patched), tensors(stock), strict=True):
         assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
         assert (ours.float() - theirs.float()).norm() <= 0.02 * theirs.float().norm() or kind not in SMOOTH
