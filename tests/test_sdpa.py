@@ -176,7 +176,9 @@ def test_attentions_that_are_asked_for_are_stocks(kind: zoo.Kind, dtype: torch.d
     assert same(stock, patched) or dtype != torch.float32 or kind not in SMOOTH
     for ours, theirs in zip(tensors(patched), tensors(stock), strict=True):
         assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
-        assert (ours.float() - theirs.float()).norm() <= 0.02 * theirs.float().norm() or kind not in SMOOTH
+        # Some releases give position biases too, with masks in them.
+        a, b = (each.float().clamp(min=torch.finfo(HALF).min) for each in (ours, theirs))
+        assert (a - b).norm() <= 0.02 * b.norm() or kind not in SMOOTH
 
 
 @pytest.mark.parametrize("name", ["t5", "umt5"])
