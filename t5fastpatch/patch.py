@@ -145,6 +145,7 @@ class SourcePatch(Patch):
         sites: how many edits a method must give; several numbers where upstream writes the pattern in several ways.
         members: functions that the new text calls on `self`; their names begin with "t5fastpatch_".
         where: whether a module, as it is now, has what the patch replaces; every module of the role, if not given.
+        more_roles: other classes that it looks at, for what has to change there too.
     """
 
     role: Role
@@ -152,10 +153,11 @@ class SourcePatch(Patch):
     sites: int | tuple[int, ...]
     members: Mapping[str, Any] = dataclasses.field(default_factory=dict, kw_only=True)
     where: Callable[[nn.Module], bool] = dataclasses.field(default=lambda module: True, kw_only=True)
+    more_roles: frozenset[Role] = dataclasses.field(default=frozenset(), kw_only=True)
 
     @property
     def roles(self) -> frozenset[Role]:
-        return frozenset({self.role})
+        return self.more_roles | {self.role}
 
     def find(self, method: Method, role: Role) -> Finding:
         """As `Patch.find`; a count other than `sites` or none is a refusal."""

@@ -20,6 +20,7 @@ BUILTIN = (
     "residual_fp32",
     "wo_half",
     "skip_inf_check",
+    "sdpa",
     "softmax_dtype",
     "layer_norm",
     "eager_scores",

@@ -101,8 +101,8 @@ class Method:
     def _code(self) -> CodeType:
         return ORIGINAL_CODE.get(self.function, self.function.__code__)
 
-    def replace(self, node: ast.expr, text: str) -> Edit:
-        """The edit that puts `text` (one line) in an expression's place."""
+    def replace(self, node: ast.expr | ast.stmt, text: str) -> Edit:
+        """The edit that puts `text` (one line) in the place of an expression, or of a simple statement."""
         last = node.end_lineno or node.lineno
         # Columns count bytes of UTF-8.
         before = self.file[node.lineno - 1].encode()[: node.col_offset].decode()

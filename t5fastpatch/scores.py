@@ -14,6 +14,23 @@ import torch
 
 _SCALE = 2.0**-12
 
+# A mask holds fp16's smallest number, or that and a bias; nothing else is anywhere near it.
+MASKED = torch.finfo(torch.float16).min / 2
+
+
+def attention_scores(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """q.k, shape (..., query_length, key_length): in fp32 if they are fp16, in their own dtype otherwise."""
+    if query.dtype == torch.float16:
+        return wide_scores(query, key)
+    return torch.matmul(query, key.transpose(-1, -2))
+
+
+def wide_bias(bias: torch.Tensor) -> torch.Tensor:
+    """A mask or bias; in fp32 if it is fp16, and then with fp32's smallest number for what is masked."""
+    if bias.dtype != torch.float16:
+        return bias
+    return bias.float().masked_fill(bias < MASKED, torch.finfo(torch.float32).min)
+
 
 def wide_scores(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """q.k for each query and key, in fp32.

@@ -23,9 +23,8 @@ from t5fastpatch.families import role_of
 from t5fastpatch.findings import upstream_class
 from t5fastpatch.measure.census import census
 from t5fastpatch.patch import Role, State
-from t5fastpatch.patches import eager_scores
 from t5fastpatch.rewrite import Method
-from t5fastpatch.scores import wide_scores
+from t5fastpatch.scores import attention_scores, wide_bias, wide_scores
 
 ROOT = Path(__file__).parent.parent
 SCORES = ["eager_scores", "local_scores"]
@@ -136,16 +135,16 @@ def test_a_masked_key_stays_masked_whatever_its_score() -> None:
     key = torch.stack([torch.full((8,), -100.0), torch.full((8,), 100.0)]).to(HALF)[None, None]
     mask[..., 1] = torch.finfo(HALF).min
     for bias in (mask, mask - 100, mask + 100):
-        scores = eager_scores.attention_scores(query, key) + eager_scores.wide_bias(bias)
+        scores = attention_scores(query, key) + wide_bias(bias)
         assert torch.equal(scores.softmax(-1).flatten(), torch.tensor([1.0, 0.0]))
 
 
 def test_a_bias_that_is_no_mask_keeps_its_values_and_wider_dtypes_are_left_alone() -> None:
     bias = torch.tensor([0.0, -1000.0, -3e4, 3e4, 6e-8], dtype=HALF)
-    assert torch.equal(eager_scores.wide_bias(bias), bias.float())
+    assert torch.equal(wide_bias(bias), bias.float())
     for dtype in (torch.float32, torch.bfloat16):
         bias = torch.full((3,), torch.finfo(dtype).min, dtype=dtype)
-        assert eager_scores.wide_bias(bias) is bias
+        assert wide_bias(bias) is bias
 
 
 @every_kind

@@ -98,7 +98,8 @@ def _patched_op(model: Any, patch: Patch) -> MicroOp:
         apply(after, [patch.name])
     else:
         before, after = _both_ways(patch, Method.of(cls), finding(patch, cls).edits[0])
-    (role,) = patch.roles
+    role = role_of(cls)
+    assert role is not None
     return MicroOp(patch.name, before, after, _shape(model, role), model.dtype, model.device)
 
 

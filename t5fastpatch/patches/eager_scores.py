@@ -7,8 +7,6 @@ which holds fp16's smallest number; a row that is masked altogether then has no 
 from __future__ import annotations
 
 import ast
-import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,24 +15,8 @@ from torch import nn
 from ..errors import UnexpectedSourceError
 from ..patch import Contract, Role, SourcePatch
 from ..rewrite import Edit, Method
-from ..scores import wide_scores
-
-# A mask holds fp16's smallest number, or that and a bias; nothing else is anywhere near it.
-_MASKED = torch.finfo(torch.float16).min / 2
-
-
-def attention_scores(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """q.k, shape (..., query_length, key_length): in fp32 if they are fp16, in their own dtype otherwise."""
-    if query.dtype == torch.float16:
-        return wide_scores(query, key)
-    return torch.matmul(query, key.transpose(-1, -2))
-
-
-def wide_bias(bias: torch.Tensor) -> torch.Tensor:
-    """A mask or bias; in fp32 if it is fp16, and then with fp32's smallest number for what is masked."""
-    if bias.dtype != torch.float16:
-        return bias
-    return bias.float().masked_fill(bias < _MASKED, torch.finfo(torch.float32).min)
+from ..scores import attention_scores, wide_bias
+from ..written_out import Product, masked_sums, products
 
 
 def eager_attention(
@@ -87,42 +69,14 @@ def edits(method: Method) -> list[Edit]:
     calls = [name for name in names if name.id == "eager_attention_forward"]
     if calls:
         return [method.replace(call, "self.t5fastpatch_eager_attention") for call in calls]
-    return [edit for product in _products(method.tree) for edit in _written_out(method, product)]
+    return [edit for product in products(method.tree) for edit in _written_out(method, product)]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Product:
-    """`scores = torch.matmul(query, key.transpose(3, 2))`."""
-
-    node: ast.Call
-    scores: str
-    query: str
-    key: str
-
-
-def _products(tree: ast.AST) -> Iterator[_Product]:
-    for node in ast.walk(tree):
-        match node:
-            case ast.Assign(
-                targets=[ast.Name(id=scores)],
-                value=ast.Call(
-                    args=[ast.Name(id=query), ast.Call(func=ast.Attribute(value=ast.Name(id=key), attr="transpose"))]
-                ) as call,
-            ):
-                spellings = (f"torch.matmul({query}, {key}.transpose({dims}))" for dims in ("3, 2", "-1, -2"))
-                if ast.unparse(call) in spellings:
-                    yield _Product(call, scores, query, key)
-
-
-def _written_out(method: Method, product: _Product) -> list[Edit]:
-    masks, biases, weights, values = [], [], [], []
+def _written_out(method: Method, product: Product) -> list[Edit]:
+    masks = [mask for _, mask in masked_sums(method.tree)]
+    biases, weights, values = [], [], []
     for node in ast.walk(method.tree):
         match node:
-            case ast.Assign(
-                targets=[ast.Name(id="position_bias")],
-                value=ast.BinOp(left=ast.Name(id="position_bias"), op=ast.Add(), right=ast.Name() as mask),
-            ):
-                masks.append(mask)
             case ast.AugAssign(target=ast.Name(id=product.scores), op=ast.Add(), value=ast.Name() as bias):
                 biases.append(bias)
             case ast.Call(func=ast.Attribute(attr="dropout"), args=[ast.Name() as dropped]):
@@ -133,7 +87,7 @@ def _written_out(method: Method, product: _Product) -> list[Edit]:
         raise UnexpectedSourceError("the scores are not followed by one bias, one dropout and one product with values")
     (dropped,), (value,) = weights, values
     return [
-        method.replace(product.node, f"self.t5fastpatch_scores({product.query}, {product.key})"),
+        method.replace(product.statement.value, f"self.t5fastpatch_scores({product.query}, {product.key})"),
         *(method.replace(each, f"self.t5fastpatch_bias({each.id})") for each in (*masks, *biases)),
         method.replace(dropped, f"{dropped.id}.type_as({value.id})"),
     ]
