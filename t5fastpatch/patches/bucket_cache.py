@@ -25,17 +25,18 @@ class Buckets:
     """The bucket of every relative position, int64.
 
     Args:
-        near: those from -D to D, shape (2 D + 1,), where each position beyond has the bucket of -D or of D.
+        near: those from -D to D, and each position beyond has the bucket of -D or of D. Shape (2 D + 1,), the negative
+            ones at the end, where negative indices find them.
     """
 
     def __init__(self, near: torch.Tensor) -> None:
         self._near = near
-        self._line = near  # the same for positions farther away, as far as was asked for
+        self._line = near[:0]  # in order, as far as was asked for
 
     def of(self, relative_position: torch.Tensor) -> torch.Tensor:
         """The buckets of positions of any shape."""
         distance = self._near.shape[0] // 2
-        return self._near[relative_position.clamp(-distance, distance) + distance]
+        return self._near[relative_position.clamp(-distance, distance)]
 
     def consecutive(self, first: int, count: int) -> torch.Tensor:
         """The buckets of the positions from `first` on, which is not above 0; a view, shape (count,)."""
@@ -69,8 +70,9 @@ def position_bias(
     buckets = buckets_of(self, device) if runs_eagerly(embedding.weight) else None
     if buckets is None:
         return self.compute_bias(query_length, key_length, device=device, **positions)
-    first = positions.get("past_seen_tokens", 0)
-    if query_length == 1 and "cache_position" not in positions and isinstance(first, int) and _is_lookup(embedding):
+    first = None if "cache_position" in positions else positions.get("past_seen_tokens", 0)
+    # What is on the device is not asked for.
+    if isinstance(first, int) and query_length == 1 and _is_lookup(embedding):
         row = torch.index_select(embedding.weight.t(), 1, buckets.consecutive(-first, key_length))
         return row[None, :, None, :]
     relative = relative_position(query_length, key_length, device, **positions)
@@ -123,7 +125,7 @@ def _read(owner: type, is_decoder: bool | None, number: int, distance: int, devi
     if distance <= number // 2:  # no logarithmic part
         return None
     found = _reader(owner, is_decoder, number, distance).compute_bias(distance + 1, distance + 1, device=device)[0, 0]
-    return Buckets(torch.cat([found[1:, 0].flip(0), found[0]]))
+    return Buckets(torch.cat([found[0], found[1:, 0].flip(0)]))
 
 
 def _reader(owner: type, is_decoder: bool | None, number: int, distance: int) -> Any:
