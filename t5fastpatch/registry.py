@@ -25,6 +25,8 @@ BUILTIN = (
     "eager_scores",
     "local_scores",
     "wo_without_weight",
+    "fused_qkv",
+    "fused_gate",
 )
 
 

@@ -1,0 +1,124 @@
+"""`fused_qkv`: an attention's query, key and value as one product; cross-attention's key and value as another.
+
+The three read one input in self-attention, the latter two in cross-attention, unless the cache has them already.
+"""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import UnexpectedSourceError
+from ..fusion import Fusion
+from ..patch import Contract, Part, Role, StackPatch
+from ..rewrite import Edit, Method
+
+_FUSION = Fusion((("q", "k", "v"), ("query", "key", "value")))
+
+# What makes a forward one of cross-attention, if it has such an argument and gets it.
+_OTHER_STATES = ("key_value_states", "encoder_hidden_states")
+
+
+class Projections:
+    """Stands in for an attention module's linears in one forward.
+
+    Each takes states of shape (batch, length, d_model) and gives shape (batch, length, heads * d_kv), a view of the
+    product of these states with all weights that are to be multiplied with them.
+    """
+
+    def __init__(self, linears: list[Any], matrix: torch.Tensor, cross: bool) -> None:
+        self.linears = linears
+        self.matrix = matrix
+        self.cross = cross
+        self.states: torch.Tensor | None = None
+        self.key_value: tuple[torch.Tensor, ...] = ()
+
+    def q(self, states: torch.Tensor) -> Any:
+        if self.cross:
+            return self.linears[0](states)
+        query, *key_value = nn.functional.linear(states, self.matrix).chunk(3, -1)
+        self.states, self.key_value = states, tuple(key_value)
+        return query
+
+    def k(self, states: torch.Tensor) -> Any:
+        if states is not self.states:
+            below_query = self.matrix[self.matrix.shape[0] // 3 :]
+            self.states, self.key_value = states, nn.functional.linear(states, below_query).chunk(2, -1)
+        return self.key_value[0]
+
+    def v(self, states: torch.Tensor) -> Any:
+        if states is not self.states:
+            return self.linears[2](states)
+        value = self.key_value[1]
+        # From here on they live as long as upstream's do.
+        self.states, self.key_value = None, ()
+        return value
+
+    query, key, value = q, k, v
+
+
+def projections(self: Any, states: torch.Tensor, other_states: torch.Tensor | None = None) -> Any:
+    """What has the linears of an attention: the module itself where its products are to stay separate."""
+    matrix = _FUSION.matrix(self, states, other_states)
+    return self if matrix is None else Projections(_FUSION.linears(self), matrix, other_states is not None)
+
+
+def edits(method: Method) -> list[Edit]:
+    """Has the linears called on what `projections` gives, from the query on, or from the key on where it comes first.
+
+    Raises:
+        UnexpectedSourceError: they are used otherwise than known.
+    """
+    calls = [node for node in ast.walk(method.tree) if isinstance(node, ast.Call)]
+    for names in _FUSION.names:
+        uses = {name: _uses(calls, f"self.{name}") for name in names}
+        every = [node for node in ast.walk(method.tree) if isinstance(node, ast.Attribute)]
+        known = sum(map(len, uses.values()))
+        if not known:
+            continue
+        query, key, value = (uses[name] for name in names)
+        found = sum(ast.unparse(node) in [f"self.{name}" for name in names] for node in every)
+        if found != known or len(query) != 1 or len(key) != len(value) or not key:
+            raise UnexpectedSourceError(f"uses of {', '.join(names)}: {found}, of which {known} are known")
+        together = sorted((*query, *key, *value), key=lambda use: (use.lineno, use.col_offset))
+        if together[0] is not query[0]:
+            together.remove(query[0])
+        first, *rest = together
+        states = ", ".join(["hidden_states", *_other_states(method)])
+        made = f"(t5fastpatch_linears := self.t5fastpatch_projections({states})).{first.attr}"
+        return [
+            method.replace(first, made),
+            *(method.replace(each, f"t5fastpatch_linears.{each.attr}") for each in rest),
+        ]
+    return []
+
+
+def _uses(calls: list[ast.Call], linear: str) -> list[ast.Attribute]:
+    """Where a linear is called on some states, or handed to upstream's own function that does so."""
+    functions = [call.func for call in calls if len(call.args) == 1 and isinstance(call.args[0], ast.Name)]
+    arguments = [each for call in calls if ast.unparse(call.func) == "project" for each in call.args]
+    return [
+        each for each in (*functions, *arguments) if isinstance(each, ast.Attribute) and ast.unparse(each) == linear
+    ]
+
+
+def _other_states(method: Method) -> list[str]:
+    return [argument.arg for argument in method.tree.args.args if argument.arg in _OTHER_STATES]
+
+
+PATCH = StackPatch(
+    name="fused_qkv",
+    summary="an attention's query, key and value -> one product; cross-attention's key and value -> one",
+    contract=Contract.ROUNDING,
+    parts={
+        Role.ATTENTION: Part(
+            edits, (2, 3, 5), optional=True, members={"t5fastpatch_projections": projections, **_FUSION.members}
+        )
+    },
+    needless=_FUSION.needless,
+    attach=_FUSION.attach,
+    detach=_FUSION.detach,
+)
