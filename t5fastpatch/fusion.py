@@ -18,11 +18,43 @@ import torch
 from torch import nn
 
 from .headroom.stacks import Stack
-from .rescaling import is_plain
+from .rescaling import is_plain, is_unwatched
 
-# For each module whose weights lie side by side, all of them as one matrix. Not on the module, which would be copied
-# and pickled with it.
-_matrices: weakref.WeakKeyDictionary[nn.Module, torch.Tensor] = weakref.WeakKeyDictionary()
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Joined:
+    """Weights side by side.
+
+    Attributes:
+        matrix: all of them, one above the other, shape (n * out_features, in_features).
+        places: the name, the linear, its parameter and the address at which the weight was laid, for each.
+    """
+
+    matrix: torch.Tensor
+    places: tuple[tuple[str, nn.Linear, nn.Parameter, int], ...]
+
+    def holds(self, module: nn.Module) -> bool:
+        """Whether the module still has these linears, and these their weights where they were laid."""
+        dtype, shape = self.matrix.dtype, self.places[0][2].shape
+        for name, linear, weight, address in self.places:
+            if (
+                module._modules.get(name) is not linear
+                or linear._parameters.get("weight") is not weight
+                or weight.data_ptr() != address
+                or weight.dtype is not dtype
+                or weight.shape != shape
+                or not weight.is_contiguous()
+            ):
+                return False
+        return True
+
+    def is_unwatched(self) -> bool:
+        """Whether every linear would do no more than its product."""
+        return all(is_unwatched(linear) for _, linear, _, _ in self.places)
+
+
+# By module. Not on the module, which would be copied and pickled with it.
+_joined: weakref.WeakKeyDictionary[nn.Module, Joined] = weakref.WeakKeyDictionary()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,13 +67,13 @@ class Fusion:
 
     names: tuple[tuple[str, ...], ...]
 
-    def linears(self, module: nn.Module) -> list[Any]:
-        """The module's own, plain or not; none for a module of another kind."""
+    def linears(self, module: nn.Module) -> dict[str, Any]:
+        """The module's own by name, plain or not; none for a module of another kind."""
         submodules = module._modules
         for names in self.names:
             if all(name in submodules for name in names):
-                return [submodules[name] for name in names]
-        return []
+                return {name: submodules[name] for name in names}
+        return {}
 
     def attach(self, module: nn.Module) -> None:
         """Lays the weights side by side, to the bit, where they can lie so; needs memory for one more of this module's.
@@ -49,68 +81,73 @@ class Fusion:
         Gradients, optimizers and whatever else holds the parameters stay good: these are the same objects.
         """
         linears = self.linears(module)
-        if not _can_lie_together(linears):
+        if not _can_lie_together(list(linears.values())):
             return
-        matrix = torch.cat([linear.weight.data for linear in linears])
+        matrix = torch.cat([linear.weight.data for linear in linears.values()])
         storage, size = matrix.untyped_storage(), matrix.nbytes // len(linears)
-        for index, linear in enumerate(linears):
+        for index, linear in enumerate(linears.values()):
             own = storage[index * size : (index + 1) * size]
-            linear.weight.data = matrix.new_empty(0).set_(own, 0, linear.weight.shape)
-        _matrices[module] = matrix
+            linear.weight.data = matrix.new_empty(0).set_(own, 0, linear.weight.shape)  # type: ignore[call-overload]
+        places = ((name, each, each.weight, each.weight.data_ptr()) for name, each in linears.items())
+        _joined[module] = Joined(matrix, tuple(places))
 
     def detach(self, module: nn.Module) -> None:
         """Gives each weight memory of its own again, to the bit."""
-        if _matrices.pop(module, None) is not None:
-            for linear in self.linears(module):
-                linear.weight.data = linear.weight.data.clone()
+        joined = _joined.pop(module, None)
+        if joined is not None and joined.holds(module):
+            for _, _, weight, _ in joined.places:
+                weight.data = weight.data.clone()
 
     def needless(self, stack: Stack) -> str:
         """Why a stack has nothing to join."""
         for module in stack.module.modules():
-            if module in _matrices or _can_lie_together(self.linears(module)):
+            linears = self.linears(module)
+            if linears and (module in _joined or _can_lie_together(list(linears.values()))):
                 return ""
-        return f"no {' and '.join(self.names[0])} that are plain linears"
-
-    def matrix(self, module: nn.Module, *inputs: torch.Tensor | None) -> torch.Tensor | None:
-        """The weights of all linears, one above the other, if upstream's products of these inputs may be taken as one.
-
-        Not where somebody listens or has put something else in a linear's place, where gradients are wanted, under
-        autocast, which keeps its casts of parameters only, and in what is traced or compiled, which would take the
-        place of the weights for granted.
-        """
-        if torch.compiler.is_compiling() or torch.jit.is_tracing():
-            return None
-        matrix = _matrices.get(module)
-        if matrix is None:
-            return None
-        linears = self.linears(module)
-        if not _lie_in(matrix, linears):
-            # Other weights have come since: this must not keep the memory of those that were.
-            _matrices.pop(module, None)
-            return None
-        given = [x for x in inputs if x is not None]
-        usual = all(type(x) is torch.Tensor for x in given) and all(is_plain(linear) for linear in linears)
-        if not usual or torch.is_autocast_enabled(matrix.device.type):
-            return None
-        if torch.is_grad_enabled() and any(x.requires_grad for x in (*given, *(each.weight for each in linears))):
-            return None
-        return matrix
+        return f"no {', '.join(self.names[0])} that are plain linears in memory of their own"
 
     @property
     def members(self) -> Mapping[str, Any]:
         """What keeps the weights side by side in a module that is moved, cast or copied."""
 
         def _apply(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-            _matrices.pop(module, None)
-            nn.Module._apply(module, *args, **kwargs)
+            _joined.pop(module, None)
+            nn.Module._apply(module, *args, **kwargs)  # type: ignore[no-untyped-call]
             self.attach(module)
             return module
 
         def __setstate__(module: nn.Module, state: dict[str, Any]) -> None:
-            nn.Module.__setstate__(module, state)
+            nn.Module.__setstate__(module, state)  # type: ignore[no-untyped-call]
             self.attach(module)
 
         return {"_apply": _apply, "__setstate__": __setstate__}
+
+
+def may_join() -> bool:
+    """Whether products may be joined at all in what runs now.
+
+    Not where gradients may be wanted, which are upstream's then; nor in what is compiled or traced, which would take
+    the places of the weights for granted.
+    """
+    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+        return False
+    return not torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+
+
+def joined_weights(module: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
+    """The weights of a module's joined linears as one matrix, where their products with `x` may be taken as one.
+
+    Not where somebody listens or has put something else in a linear's place; nor under autocast, which keeps its casts
+    of parameters only.
+    """
+    joined = _joined.get(module)
+    if joined is None or type(x) is not torch.Tensor or torch.is_autocast_enabled(x.device.type):
+        return None
+    if not joined.holds(module):
+        # This must not keep the memory of weights that others have taken the place of.
+        _joined.pop(module, None)
+        return None
+    return joined.matrix if joined.is_unwatched() else None
 
 
 def _can_lie_together(linears: Sequence[Any]) -> bool:
@@ -125,24 +162,6 @@ def _can_lie_together(linears: Sequence[Any]) -> bool:
         and (weight.shape, weight.dtype, weight.device) == (first.shape, first.dtype, first.device)
         and weight.is_contiguous()
         and weight.untyped_storage().nbytes() == weight.nbytes
-        and not (weight.is_inference() or (weight.device.type == "cpu" and weight.is_shared()))
+        and not (weight.is_inference() or (weight.device.type == "cpu" and weight.untyped_storage().is_shared()))
         for weight in weights
     )
-
-
-def _lie_in(matrix: torch.Tensor, linears: Sequence[Any]) -> bool:
-    """Whether the weights are still where they were laid."""
-    address, size = matrix.data_ptr(), matrix.nbytes // len(linears) if linears else 0
-    shape = (matrix.shape[0] // len(linears), matrix.shape[1]) if linears else ()
-    for linear in linears:
-        weight = getattr(linear, "weight", None)
-        if not (
-            type(weight) is nn.Parameter
-            and weight.data_ptr() == address
-            and weight.shape == shape
-            and weight.dtype is matrix.dtype
-            and weight.is_contiguous()
-        ):
-            return False
-        address += size
-    return bool(linears)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..errors import UnexpectedSourceError
-from ..fusion import Fusion
+from ..fusion import Fusion, joined_weights, may_join
 from ..patch import Contract, Part, Role, StackPatch
 from ..rewrite import Edit, Method
 
@@ -29,41 +29,48 @@ class Projections:
     product of these states with all weights that are to be multiplied with them.
     """
 
-    def __init__(self, linears: list[Any], matrix: torch.Tensor, cross: bool) -> None:
-        self.linears = linears
-        self.matrix = matrix
+    __slots__ = ("attention", "cross", "key_value", "states")
+
+    def __init__(self, attention: nn.Module, cross: bool) -> None:
+        self.attention = attention
         self.cross = cross
         self.states: torch.Tensor | None = None
         self.key_value: tuple[torch.Tensor, ...] = ()
 
     def q(self, states: torch.Tensor) -> Any:
-        if self.cross:
-            return self.linears[0](states)
-        query, *key_value = nn.functional.linear(states, self.matrix).chunk(3, -1)
-        self.states, self.key_value = states, tuple(key_value)
+        weights = None if self.cross else joined_weights(self.attention, states)
+        if weights is None:
+            return self._upstream(0, states)
+        query, key, value = nn.functional.linear(states, weights).chunk(3, -1)
+        self.states, self.key_value = states, (key, value)
         return query
 
     def k(self, states: torch.Tensor) -> Any:
         if states is not self.states:
-            below_query = self.matrix[self.matrix.shape[0] // 3 :]
+            weights = joined_weights(self.attention, states)
+            if weights is None:
+                return self._upstream(1, states)
+            below_query = weights[weights.shape[0] // 3 :]
             self.states, self.key_value = states, nn.functional.linear(states, below_query).chunk(2, -1)
         return self.key_value[0]
 
     def v(self, states: torch.Tensor) -> Any:
         if states is not self.states:
-            return self.linears[2](states)
+            return self._upstream(2, states)
         value = self.key_value[1]
         # From here on they live as long as upstream's do.
         self.states, self.key_value = None, ()
         return value
 
+    def _upstream(self, index: int, states: torch.Tensor) -> Any:
+        return list(_FUSION.linears(self.attention).values())[index](states)
+
     query, key, value = q, k, v
 
 
-def projections(self: Any, states: torch.Tensor, other_states: torch.Tensor | None = None) -> Any:
-    """What has the linears of an attention: the module itself where its products are to stay separate."""
-    matrix = _FUSION.matrix(self, states, other_states)
-    return self if matrix is None else Projections(_FUSION.linears(self), matrix, other_states is not None)
+def projections(self: Any, other_states: torch.Tensor | None = None) -> Any:
+    """What has the linears of an attention in one forward: the module itself where no products are joined."""
+    return Projections(self, other_states is not None) if may_join() else self
 
 
 def edits(method: Method) -> list[Edit]:
@@ -87,8 +94,7 @@ def edits(method: Method) -> list[Edit]:
         if together[0] is not query[0]:
             together.remove(query[0])
         first, *rest = together
-        states = ", ".join(["hidden_states", *_other_states(method)])
-        made = f"(t5fastpatch_linears := self.t5fastpatch_projections({states})).{first.attr}"
+        made = f"(t5fastpatch_linears := self.t5fastpatch_projections({_other_states(method)})).{first.attr}"
         return [
             method.replace(first, made),
             *(method.replace(each, f"t5fastpatch_linears.{each.attr}") for each in rest),
@@ -105,8 +111,8 @@ def _uses(calls: list[ast.Call], linear: str) -> list[ast.Attribute]:
     ]
 
 
-def _other_states(method: Method) -> list[str]:
-    return [argument.arg for argument in method.tree.args.args if argument.arg in _OTHER_STATES]
+def _other_states(method: Method) -> str:
+    return next((each.arg for each in method.tree.args.args if each.arg in _OTHER_STATES), "")
 
 
 PATCH = StackPatch(
