@@ -110,7 +110,7 @@ def _anywhere(patch: Patch, verdicts: Iterable[Verdict], named: bool) -> bool:
 
 def _verdicts(patch: Patch, choice: Choice, scaled: Mapping[Stack, Scaling], evidence: Evidence) -> Verdicts:
     """What can be said of a patch that depends on the stack; nothing for one that does not."""
-    if not (patch.unsafe_alone or _scales(patch)):
+    if not (patch.unsafe_alone or isinstance(patch, StackPatch)):
         return {}
     parts, named = choice.parts, patch.name in choice.named
     places = [module for module, cls in parts.modules if parts.has_place(patch, module, cls, choice.surveys[patch])]

@@ -232,7 +232,7 @@ class Part:
 
     Attributes:
         edits: gives the edits for a method, as for `SourcePatch`; `None` for a part that has nothing to look for.
-        sites: how many edits a method must give; 0 for a part that leaves the source alone.
+        sites: how many edits a method must give, as for `SourcePatch`; 0 for a part that leaves the source alone.
         optional: whether a release may do without the pattern; elsewhere its absence is a refusal.
         members: what the class gets beside its forward.
         around: makes the new outermost forward of the one that the edits gave.
@@ -240,7 +240,7 @@ class Part:
     """
 
     edits: Callable[[Method], list[Edit]] | None = None
-    sites: int = 0
+    sites: int | tuple[int, ...] = 0
     optional: bool = False
     members: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     around: Callable[[FunctionType], FunctionType] | None = None

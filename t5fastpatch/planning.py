@@ -123,7 +123,7 @@ def standing(patch: Patch, stack: Stack, now: Scaling, evidence: Evidence) -> Ve
     """What can be said of a patch that is on a stack, at the scale that is on it."""
     if isinstance(patch, StackPatch) and patch.scales:
         return Verdict(State.APPLIES, f"scale {_power(now.stream)}, {_after(stack, now, evidence)}")
-    return _proven(patch, stack, now, evidence)
+    return _proven(patch, stack, now, evidence) if patch.unsafe_alone else Verdict(State.APPLIES)
 
 
 def _proven(patch: Patch, stack: Stack, now: Scaling, evidence: Evidence) -> Verdict:

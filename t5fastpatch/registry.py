@@ -31,6 +31,8 @@ BUILTIN = (
     "bias_hoist",
     "cross_bias_skip",
     "static_decode",
+    "fused_qkv",
+    "fused_gate",
 )
 
 

@@ -30,6 +30,10 @@ from .rewrite import Edit, Method
 
 _PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
 
+# What stands in the place of a linear's call.
+_PRODUCT = "self.t5fastpatch_product({linear}, {x})"
+_LEAVE = "self.t5fastpatch_leave({linear}, {x})"
+
 
 def scaled_product(linear: Any, x: torch.Tensor, factor: float) -> Any:
     """`factor * linear(x)`, the factor a power of two that acts before the product is rounded.
@@ -45,7 +49,7 @@ def scaled_product(linear: Any, x: torch.Tensor, factor: float) -> Any:
     """
     if factor == 1.0:
         return linear(x)
-    if not _is_plain(linear):
+    if not is_plain(linear):
         biased = getattr(linear, "bias", None) is not None
         return linear(x) * factor if biased else linear(x * factor)
     rows = x.reshape(-1, x.shape[-1])
@@ -56,14 +60,18 @@ def scaled_product(linear: Any, x: torch.Tensor, factor: float) -> Any:
     )
 
 
-def _is_plain(linear: Any) -> bool:
+def is_plain(linear: Any) -> bool:
     """Whether a product can be taken without calling the module: nobody listens, and the weight is a weight."""
+    return is_unwatched(linear) and type(linear.weight) in _PLAIN
+
+
+def is_unwatched(linear: Any) -> bool:
+    """Whether a module is an nn.Linear that does what its class does, and nobody listens."""
     return (
         type(linear) is nn.Linear
         and not (linear._forward_pre_hooks or linear._forward_hooks or linear._backward_hooks)
         and not linear._backward_pre_hooks
-        and "forward" not in vars(linear)
-        and type(linear.weight) in _PLAIN
+        and "forward" not in linear.__dict__
     )
 
 
@@ -156,13 +164,12 @@ def enters_stream(method: Method) -> list[Edit]:
 
 def leaves_attention(method: Method) -> list[Edit]:
     """Scales the attention's output product, on its accumulator."""
-    return _calls(method, {"self.o": "t5fastpatch_leave", "self.output": "t5fastpatch_leave"}, 1)
+    return replaced_calls(method, {"self.o": _LEAVE, "self.output": _LEAVE}, 1)
 
 
 def scales_feed_forward(method: Method) -> list[Edit]:
     """Scales the linear half of the hidden product, and the rest in the output product."""
-    names = {"self.wi": "t5fastpatch_product", "self.wi_1": "t5fastpatch_product", "self.wo": "t5fastpatch_leave"}
-    return _calls(method, names, 2)
+    return replaced_calls(method, {"self.wi": _PRODUCT, "self.wi_1": _PRODUCT, "self.wo": _LEAVE}, 2)
 
 
 def passes_through(method: Method) -> list[Edit]:
@@ -175,8 +182,8 @@ def _is_clone(node: ast.Call) -> bool:
     return ast.unparse(node) == "hidden_states.clone()"
 
 
-def _calls(method: Method, names: Mapping[str, str], expected: int) -> list[Edit]:
-    """Hands the calls of these linears to a member, linear first.
+def replaced_calls(method: Method, texts: Mapping[str, str], expected: int) -> list[Edit]:
+    """Puts a text, in which `{linear}` and `{x}` stand for a linear and its input, in the place of each linear's call.
 
     Raises:
         UnexpectedSourceError: one is called with anything but one argument, or otherwise used than called and asked for
@@ -185,13 +192,13 @@ def _calls(method: Method, names: Mapping[str, str], expected: int) -> list[Edit
     edits = []
     for node in ast.walk(method.tree):
         match node:
-            case ast.Call(func=func, args=[ast.Name(id=argument)], keywords=[]) if ast.unparse(func) in names:
+            case ast.Call(func=func, args=[ast.Name(id=argument)], keywords=[]) if ast.unparse(func) in texts:
                 linear = ast.unparse(func)
-                edits.append(method.replace(node, f"self.{names[linear]}({linear}, {argument})"))
-    uses = [node for node in ast.walk(method.tree) if isinstance(node, ast.Attribute) and ast.unparse(node) in names]
+                edits.append(method.replace(node, texts[linear].format(linear=linear, x=argument)))
+    uses = [node for node in ast.walk(method.tree) if isinstance(node, ast.Attribute) and ast.unparse(node) in texts]
     weights = [node for node in ast.walk(method.tree) if isinstance(node, ast.Attribute) and node.attr == "weight"]
     if len(edits) != expected or len(uses) - len(weights) != expected:
-        raise UnexpectedSourceError(f"calls of {', '.join(names)}: {len(edits)} known, {len(uses)} uses in all")
+        raise UnexpectedSourceError(f"calls of {', '.join(texts)}: {len(edits)} known, {len(uses)} uses in all")
     return edits
 
 

@@ -142,7 +142,7 @@ print(bool(torch.cosine_similarity(true, found, dim=-1).min() > 0.999))
 
 def test_a_preset_puts_on_what_is_proven_when_a_model_is_loaded(script: Any) -> None:
     out, said = run(script(LOADED), variable="safe")
-    assert out == ["[]", "['residual_rescale', 'skip_inf_check', 'wo_half']", "True True", "True"]
+    assert out == ["[]", "['fused_qkv', 'residual_rescale', 'skip_inf_check', 'wo_half']", "True True", "True"]
     assert len(said) == 2
     assert "skip_inf_check applies (decided for each model" in said[0]
     assert "skip_inf_check on" in said[1]

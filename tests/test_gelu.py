@@ -89,7 +89,8 @@ def test_in_place_it_is_the_same_and_takes_less_memory(name: str) -> None:
     assert slow.requires_grad
     assert torch.equal(patched, slow)
     hidden, output = 2 * 2 * 3 * 64, 2 * 2 * 3 * 32
-    assert peak == (1 if name == "t5" else 2) * hidden + output < stock
+    # Of a gated one, the second half is let go of before the output is made.
+    assert peak == (hidden + output if name == "t5" else 2 * hidden) < stock
 
 
 @pytest.mark.parametrize("linear", ["wi_0", "wi_1"])

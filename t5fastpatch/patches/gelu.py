@@ -62,7 +62,7 @@ def edits(method: Method) -> list[Edit]:
     """Hands the calls of `self.act` to `activation`, and the product of the halves to `gated`.
 
     Raises:
-        UnexpectedSourceError: the activation is not of a product with `wi` or `wi_0`.
+        UnexpectedSourceError: the activation is not of a product with `wi` or `wi_0`, or a half is used again.
     """
     found = []
     for node in ast.walk(method.tree):
@@ -71,8 +71,17 @@ def edits(method: Method) -> list[Edit]:
                 _check_is_product(method, node)
                 found.append(method.replace(act, "self.t5fastpatch_act"))
             case ast.BinOp(left=ast.Name(id="hidden_gelu" as gate), op=ast.Mult(), right=ast.Name(id=linear)):
-                found.append(method.replace(node, f"self.t5fastpatch_gated({gate}, {linear})"))
+                _check_used_once(method, linear)
+                # The forward lets go of it, which is as large as the product.
+                half = f"({linear}, {linear} := None)[0]"
+                found.append(method.replace(node, f"self.t5fastpatch_gated({gate}, {half})"))
     return found
+
+
+def _check_used_once(method: Method, name: str) -> None:
+    names = [node for node in ast.walk(method.tree) if isinstance(node, ast.Name) and node.id == name]
+    if sum(isinstance(node.ctx, ast.Load) for node in names) != 1:
+        raise UnexpectedSourceError(f"{name} is read more than once")
 
 
 def _check_is_product(method: Method, call: ast.Call) -> None:
