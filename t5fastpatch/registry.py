@@ -25,6 +25,7 @@ BUILTIN = (
     "eager_scores",
     "local_scores",
     "wo_without_weight",
+    "mask_sync",
 )
 
 
