@@ -120,7 +120,7 @@ def _causal_mask(create: _Create, **arguments: Any) -> Any:
     if keys is None:
         return create(**arguments)
     if padding.clean is None:
-        padding.clean = int(mask.bool().all(0).cumprod(0).sum())
+        padding.clean = int(mask.all(0).cumprod(0).sum())
     if padding.clean >= keys:
         return create(**{**arguments, "attention_mask": None})
     return create(**arguments, allow_is_causal_skip=False)
