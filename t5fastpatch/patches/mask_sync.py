@@ -34,13 +34,25 @@ class Padding:
     Attributes:
         state: tells whether the mask has been changed since.
         clean: how many positions there are before the first at which a sequence is padded; `None` if not known.
-        rows: what upstream makes of it for one query, by what else that depends on: shape (batch, 1, 1, key_length),
-            or `None` where nothing is padded.
+        rows: what upstream makes of it for one query, by what else that depends on, and that tensor's version: shape
+            (batch, 1, 1, key_length), or `None` where nothing is padded.
     """
 
     state: tuple[int, int, torch.Size]
     clean: int | None = None
-    rows: Mapping[_Key, torch.Tensor | None] = dataclasses.field(default_factory=dict)
+    rows: Mapping[_Key, tuple[torch.Tensor | None, int]] = dataclasses.field(default_factory=dict)
+
+    def row(self, key: _Key, build: Callable[[], Any]) -> Any:
+        """The kept row, or the one that `build` gives."""
+        row, version = self.rows.get(key, (None, None))
+        if version is None or (row is not None and row._version != version):
+            with torch.inference_mode(False):  # what inference mode makes has no version, and no use in training
+                row = build()
+            if row is None or _is_plain(row):
+                kept = 0 if row is None else row._version
+                # A new mapping, since another thread may read the present one.
+                self.rows = dict([*self.rows.items(), (key, (row, kept))][-_KEPT:])
+        return row
 
 
 _paddings: MutableMapping[torch.Tensor, Padding] = WeakTensorKeyDictionary()
@@ -53,7 +65,7 @@ def known(mask: Any) -> Padding | None:
     """
     if not _is_plain(mask) or mask.ndim != 2 or mask.is_inference():
         return None
-    if torch.jit.is_tracing() or (mask.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if torch._C._get_tracing_state() is not None or (mask.is_cuda and torch.cuda.is_current_stream_capturing()):
         return None
     state = mask._version, mask.data_ptr(), mask.shape
     padding = _paddings.get(mask)
@@ -95,13 +107,7 @@ def _bidirectional_mask(create: _Create, **arguments: Any) -> Any:
         return None
     states = arguments.get("encoder_hidden_states")
     key = _key(config._attn_implementation, embeds, embeds if states is None else states)
-    if key in padding.rows:
-        row = padding.rows[key]
-    else:
-        row = create(**{**arguments, name: embeds[:, :1]})
-        if row is None or _is_plain(row):
-            # Another thread may read the present mapping.
-            padding.rows = dict([*padding.rows.items()][1 - _KEPT :] + [(key, row)])
+    row = padding.row(key, lambda: create(**{**arguments, name: embeds[:, :1]}))
     if row is None or embeds.shape[1] == 1:
         return row
     return row.expand(-1, -1, embeds.shape[1], -1).contiguous()
@@ -147,10 +153,11 @@ def _is_plain(tensor: Any) -> bool:
 
 
 def _is_upstreams(attention: str) -> bool:
-    """Whether an attention implementation is one of the two for which upstream builds a mask, and by its own function."""
+    """Whether an attention implementation has a mask that upstream itself builds, and from padding alone."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as functions
 
-    return attention in ("sdpa", "eager") and functions[attention].__module__ == "transformers.masking_utils"
+    own = "transformers.masking_utils"
+    return attention in ("sdpa", "eager") and getattr(functions[attention], "__module__", "") == own
 
 
 @functools.cache
@@ -165,11 +172,9 @@ def _embeds(arguments: Mapping[str, Any]) -> tuple[str, torch.Tensor]:
 
 
 def _key(attention: str, embeds: torch.Tensor, states: torch.Tensor) -> _Key:
-    """What a bidirectional mask depends on beside its padding, and what may not be mixed."""
-    # Another stream would have to wait for the row, and what inference mode makes cannot be used outside it.
+    """What a bidirectional mask depends on beside its padding, and the stream that builds it: another would not wait."""
     stream = torch.cuda.current_stream(embeds.device) if embeds.is_cuda else None
-    place = embeds.device, states.device, stream, torch.is_inference_mode_enabled()
-    return attention, states.shape[0], states.dtype, *place
+    return attention, states.shape[0], states.dtype, states.device, embeds.device, stream
 
 
 _STAND_INS = {
