@@ -172,7 +172,8 @@ def _embeds(arguments: Mapping[str, Any]) -> tuple[str, torch.Tensor]:
 
 
 def _key(attention: str, embeds: torch.Tensor, states: torch.Tensor) -> _Key:
-    """What a bidirectional mask depends on beside its padding, and the stream that builds it: another would not wait."""
+    """What a bidirectional mask depends on beside its padding."""
+    # Another stream would not wait for the one that builds it.
     stream = torch.cuda.current_stream(embeds.device) if embeds.is_cuda else None
     return attention, states.shape[0], states.dtype, states.device, embeds.device, stream
 
