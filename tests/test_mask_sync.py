@@ -36,7 +36,7 @@ where_t5_has_it = pytest.mark.skipif(
     not hasattr(modeling_t5, "create_bidirectional_mask"), reason="T5 of this release builds its masks without asking"
 )
 # Of what a decoder has seen, of its queries now, and of its mask.
-LENGTHS = [(0, 4, 4), (3, 1, 4), (3, 2, 5), (0, 4, 8), (0, 1, 8), (3, 1, 8), (7, 1, 8), (2, 1, 2)]
+LENGTHS = [(0, 4, 4), (3, 1, 4), (3, 2, 5), (0, 4, 8), (0, 1, 8), (3, 1, 8), (7, 1, 8), (2, 1, 2), (0, 4, 2)]
 every_padding = pytest.mark.parametrize("padding", PADDINGS)
 
 
@@ -198,7 +198,7 @@ def test_a_causal_mask_is_stocks_at_every_length(stock: Any, attention: str, pad
         (2, 1, 2),
     ]:
         for cache in (dynamic_cache(seen), None, static_cache(config, seen)):
-            if cache is None and (seen or queries != length):
+            if cache is None and seen:
                 continue
             mask = padded(padding, length)
             positions = {"cache_position": torch.arange(seen, seen + queries)}
@@ -334,6 +334,18 @@ def test_a_few_rows_are_kept_however_many_uses_a_mask_has(stock: Any) -> None:
 
 
 @where_t5_has_it
+def test_one_mask_serves_several_batches_and_attentions(stock: Any) -> None:
+    create = modeling_t5.create_bidirectional_mask
+    mask = padded("right")
+    for attention in ("eager", "sdpa"):
+        config = copy.deepcopy(stock.config)
+        config._attn_implementation = attention
+        for batch in (1, 2):
+            arguments = {**embedded(create, torch.zeros(batch, 3, 32)), "config": config, "attention_mask": mask}
+            assert alike(create(**arguments), mask_sync.bidirectional_mask(create)(**arguments))
+
+
+@where_t5_has_it
 def test_models_in_several_threads_share_a_mask(stock: Any) -> None:
     stocks = {dtype: copy.deepcopy(stock).to(dtype) for dtype in DTYPES}
     models = [patched(each) for each in stocks.values()]
@@ -386,15 +398,16 @@ def test_compiled_it_is_as_many_graphs_as_stock_and_remembers_nothing() -> None:
 @where_t5_has_it
 def test_while_a_graph_is_traced_upstreams_way_is_taken(stock: Any) -> None:
     create = modeling_t5.create_bidirectional_mask
+    known = padded("none")
 
-    def trace(mask: torch.Tensor) -> torch.Tensor:
-        arguments = {**embedded(create, torch.zeros(2, 3, 32)), "config": stock.config, "attention_mask": mask}
+    def build() -> Any:
+        arguments = {**embedded(create, torch.zeros(2, 3, 32)), "config": stock.config, "attention_mask": known}
         return mask_sync.bidirectional_mask(create)(**arguments)
 
-    known = padded("right")
-    trace(known)
-    traced = torch.jit.trace(trace, (known,), check_trace=False)
-    assert torch.equal(traced(padded("left")), trace(padded("left")))
+    assert build() is None
+    built = []
+    torch.jit.trace(lambda tensor: built.append(build()) or tensor + 1, (torch.ones(1),), check_trace=False)
+    assert built[0] is not None
 
 
 @where_t5_has_it
