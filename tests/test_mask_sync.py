@@ -252,6 +252,13 @@ def test_a_decoders_mask_is_asked_about_at_most_once(stock: Any, model: Any, pad
         assert same(stock(**inputs), model(**inputs))
 
 
+def test_the_ones_that_a_stack_makes_are_not_asked_about() -> None:
+    model = patched(zoo.BY_NAME["pop2piano"].build())
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert questions(lambda: model.encoder(input_ids=zoo.ids(16, 1))) == 0
+
+
 @where_t5_has_it
 def test_a_mask_that_is_changed_in_place_is_looked_into_again(stock: Any, model: Any) -> None:
     inputs = {"input_ids": zoo.ids(16, 1), "attention_mask": padded("none"), "labels": zoo.ids(6, 3)}

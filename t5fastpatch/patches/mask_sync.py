@@ -140,7 +140,7 @@ def _key_length(mask: torch.Tensor, queries: int, cache: Any) -> int | None:
     if getattr(cache, "is_compileable", True) or any(getattr(cache, "is_sliding", [True])):
         return None
     seen = cache.get_seq_length()
-    return seen + queries if queries and (queries == 1 or not seen) and seen + queries <= mask.shape[1] else None
+    return seen + queries if queries and (queries == 1 or not seen) else None
 
 
 def _is_plain(tensor: Any) -> bool:
