@@ -33,6 +33,7 @@ BUILTIN = (
     "static_decode",
     "fused_qkv",
     "fused_gate",
+    "mask_sync",
 )
 
 

@@ -35,7 +35,7 @@ from t5fastpatch.measure.workloads import (
 from t5fastpatch.patch import Contract, State
 from t5fastpatch.registry import get_patch
 
-FAST_PATH = ["gelu", "bucket_cache", "sdpa", "bias_hoist", "cross_bias_skip", "fused_qkv", "fused_gate"]
+FAST_PATH = ["gelu", "bucket_cache", "sdpa", "bias_hoist", "cross_bias_skip", "mask_sync", "fused_qkv", "fused_gate"]
 EXACT = [name for name in FAST_PATH if get_patch(name).contract is Contract.EXACT]
 
 all_together = pytest.mark.parametrize("patches", [EXACT, FAST_PATH, "all"], ids=["exact", "fast path", "all"])
