@@ -143,14 +143,41 @@ def _reader(owner: type, is_decoder: bool | None, number: int, distance: int) ->
 def edits(method: Method) -> list[Edit]:
     """Hands the calls of `self.compute_bias` with lengths of queries and keys to `position_bias`.
 
+    Releases 4.48 to 5.0 make a number of queries of a position, on the device, in every block. Cross-attention has no
+    bias and does not use it, nor does `compute_bias` where it gets the positions.
+
     Raises:
         UnexpectedSourceError: upstream's buckets are not those of the table.
     """
+    if method.owner.__name__.endswith("Block"):
+        keywords = (node for node in ast.walk(method.tree) if isinstance(node, ast.keyword))
+        numbers = [each.value for each in keywords if each.arg == "query_length" and _is_number(each.value)]
+        return [method.replace(number, "hidden_states.shape[1]") for number in numbers]
     calls = [node for node in ast.walk(method.tree) if isinstance(node, ast.Call) and len(node.args) > 1]
     found = [call.func for call in calls if ast.unparse(call.func) == "self.compute_bias"]
     if found:
         _check_buckets(method.owner)
-    return [method.replace(name, "self.t5fastpatch_position_bias") for name in found]
+    return [
+        *(method.replace(name, "self.t5fastpatch_position_bias") for name in found),
+        *(method.replace(number, "None") for number in _unused_numbers(method)),
+    ]
+
+
+def _is_number(node: ast.expr) -> bool:
+    return ast.unparse(node) == "cache_position[-1] + 1"
+
+
+def _unused_numbers(method: Method) -> list[ast.expr]:
+    """The number of queries, where it goes to a `compute_bias` that gets their positions too, and nowhere else."""
+    numbers, uses = {}, []
+    for node in ast.walk(method.tree):
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.IfExp(orelse=number)) if _is_number(number):
+                numbers[name] = number
+            case ast.Call(func=ast.Attribute(attr="compute_bias"), args=[ast.Name(id=name), *_], keywords=keywords):
+                uses += [name] if any(keyword.arg == "cache_position" for keyword in keywords) else []
+    loads = [node.id for node in ast.walk(method.tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
+    return [number for name, number in numbers.items() if loads.count(name) == uses.count(name) == 1]
 
 
 def _check_buckets(owner: type) -> None:
@@ -175,8 +202,10 @@ PATCH = SourcePatch(
     summary="the buckets of relative positions computed anew in about 20 ops -> looked up in a table",
     contract=Contract.EXACT,
     role=Role.ATTENTION,
+    more_roles=frozenset({Role.BLOCK}),
     edits=edits,
-    sites=1,
+    sites=(1, 2),
     members={"t5fastpatch_position_bias": position_bias},
-    where=lambda attention: bool(getattr(attention, "has_relative_attention_bias", False)),
+    # A block has no such attribute.
+    where=lambda module: bool(getattr(module, "has_relative_attention_bias", True)),
 )

@@ -84,6 +84,15 @@ def causal_mask(create: _Create) -> _Create:
     return create if torch.compiler.is_compiling() else functools.partial(_causal_mask, create)
 
 
+def inverted_mask(self: Any, mask: torch.Tensor) -> Any:
+    """Stands in for `invert_attention_mask`, by which releases to 5.0 make additive masks."""
+    padding = None if torch.compiler.is_compiling() else known(mask)
+    if padding is None:
+        return self.invert_attention_mask(mask)
+    stream = torch.cuda.current_stream(mask.device) if mask.is_cuda else None
+    return padding.row(("inverted", self.dtype, stream), lambda: self.invert_attention_mask(mask))
+
+
 def ones(*size: Any, **options: Any) -> torch.Tensor:
     """`torch.ones`, of which it need not be asked whether they are."""
     if torch.compiler.is_compiling():
@@ -202,13 +211,15 @@ def edits(method: Method) -> list[Edit]:
     Raises:
         UnexpectedSourceError: a mask function is called with other arguments than those that its results are known by.
     """
-    calls, made = [], []
+    calls, made, inverted = [], [], []
     for node in ast.walk(method.tree):
         match node:
             case ast.Call(func=ast.Name(id=name)) if name in _STAND_INS:
                 calls.append(node)
             case ast.Assign(targets=[ast.Name(id="attention_mask")], value=ast.Call(func=function)):
                 made += [function] if ast.unparse(function) == "torch.ones" else []
+            case ast.Attribute(attr="invert_attention_mask") if ast.unparse(node.value) == "self":
+                inverted.append(method.replace(node, "self.t5fastpatch_inverted_mask"))
     for call in calls:
         names = {str(keyword.arg) for keyword in call.keywords}
         if call.args or not names <= _KEYWORDS or not {"config", "attention_mask"} < names:
@@ -216,7 +227,7 @@ def edits(method: Method) -> list[Edit]:
     stand_ins = [
         method.replace(call.func, f"{_STAND_INS[ast.unparse(call.func)]}({ast.unparse(call.func)})") for call in calls
     ]
-    return stand_ins + [method.replace(each, "self.t5fastpatch_ones") for each in made if calls]
+    return inverted + stand_ins + [method.replace(each, "self.t5fastpatch_ones") for each in made if calls]
 
 
 PATCH = SourcePatch(
@@ -229,6 +240,7 @@ PATCH = SourcePatch(
     members={
         "t5fastpatch_bidirectional_mask": staticmethod(bidirectional_mask),
         "t5fastpatch_causal_mask": staticmethod(causal_mask),
+        "t5fastpatch_inverted_mask": inverted_mask,
         "t5fastpatch_ones": staticmethod(ones),
     },
 )

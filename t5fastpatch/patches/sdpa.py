@@ -7,17 +7,22 @@ tensors of batch x heads x queries x keys after each. Fused kernels do it in one
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..bypass import transformed
 from ..errors import UnexpectedSourceError
 from ..patch import Contract, Role, SourcePatch
 from ..rewrite import Edit, Method
 from ..scores import MASKED, attention_scores, wide_bias
+from ..shared_masks import SharedMasks, shareable
 from ..written_out import masked_sums, products
+
+_infinite = SharedMasks()
 
 _DROPOUT = "attn_weights = nn.functional.dropout(attn_weights, p=self.dropout, training=self.training)"
 _HEAD_MASK = "if layer_head_mask is not None:\n    attn_weights = attn_weights * layer_head_mask"
@@ -57,6 +62,15 @@ def _fp16_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """
     if dtype != torch.float16 and mask.dtype == dtype:
         return mask
+    # The encoder's mask is the same at every decoder step, but for the view that is taken of it.
+    whole = mask if mask._base is None else mask._base
+    if transformed() or not shareable(whole):
+        return _unmasked_or_infinite(mask)
+    view = mask.shape, mask.stride(), mask.storage_offset(), mask.dtype
+    return _infinite.get(functools.partial(_unmasked_or_infinite, mask), whole, None, view)
+
+
+def _unmasked_or_infinite(mask: torch.Tensor) -> torch.Tensor:
     masked = mask < MASKED
     return mask.masked_fill(masked, -torch.inf).masked_fill(masked.all(-1, keepdim=True), 0)
 
