@@ -1,7 +1,8 @@
 """Times other ways of running T5 against stock and the patches: same weights, same inputs, one process, interleaved.
 
-    python scripts/bench_peers.py [--workload encoder] [--dtype bf16] [--threads 2] [--json FILE]
-    python scripts/bench_peers.py --device cuda --shape t5-xxl-encoder --shape t5-small --time-budget 420
+    python scripts/bench_peers.py --workload encoder --dtype bf16 --threads 2 --json FILE
+    python scripts/bench_peers.py --device cuda --shape t5-xxl-encoder --shape t5-small --time-budget 420 --json FILE
+    python scripts/bench_peers.py --read FILE --markdown    # the tables of a stored comparison
 
 Every peer is first compared with stock in fp64; one that computes something else is not timed. One that is not
 installed is named, with the way to get it.
@@ -9,13 +10,11 @@ installed is named, with the way to get it.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json as json_module
 import math
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,249 +26,177 @@ import torch
 import typer
 from benchmark_norm import keep_memory
 from peers import PEERS
-from peers.job import Job, Peer, Running, Size, UnavailableError, Work, can, make_job
-from peers.judging import Judge, Judgement
+from peers.comparison import BASELINE, Deadline, compare
+from peers.job import Job, Peer, Size, Work, make_job
+from peers.tables import markdown as as_markdown
+from peers.tables import table
 from rich.console import Console
-from rich.table import Table
 
-from t5fastpatch import T5FastPatchError
-from t5fastpatch.loading import first_line, quiet
+from t5fastpatch.errors import NotFoundError, T5FastPatchError
+from t5fastpatch.loading import quiet
 from t5fastpatch.measure.environment import environment
-from t5fastpatch.measure.memory import bracket
-from t5fastpatch.measure.precision import precision_of
+from t5fastpatch.measure.precision import Precision, precision_of
+from t5fastpatch.measure.record import to_json
 from t5fastpatch.measure.shapes import SHAPES, Shape
-from t5fastpatch.measure.statistics import Ratio
+from t5fastpatch.measure.statistics import LEAST_ROUNDS
 from t5fastpatch.measure.subject import torch_device
-from t5fastpatch.measure.timing import Entry, Limits, Prepare, Samples, interleave, stopwatch_for
+from t5fastpatch.measure.timing import Limits
 
 SCHEMA = "t5fastpatch.bench_peers/1"
-BASELINE = "stock"
-GATED = {"decoder_start_token_id": 0, "vocab_size": 32128, "feed_forward_proj": "gated-gelu"}
-OWN_SHAPES = {
-    "encoder-8": Shape("T5EncoderModel", "T5Config", {**GATED, "d_model": 512, "d_ff": 1024, "num_layers": 8}),
-}
+# The rounds are what all this is for: some time is left for them.
+SHARE_FOR_BUILDING = 0.7
+SHAPES["encoder-8"] = Shape(
+    "T5EncoderModel",
+    "T5Config",
+    {
+        "vocab_size": 32128,
+        "d_model": 512,
+        "d_ff": 1024,
+        "num_layers": 8,
+        "feed_forward_proj": "gated-gelu",
+        "decoder_start_token_id": 0,
+    },
+)
 SIZES = {"t5-xxl-encoder": Size(1, 512, 0), "t5-xxl-encoder-8": Size(1, 512, 0)}
-SIZE = Size(4, 256, 32)
+USUAL_SIZE = Size(4, 256, 32)
 
 
-@dataclasses.dataclass
-class Row:
-    """What came of one peer.
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What is compared.
 
     Attributes:
-        peer: its name.
-        state: `"timed"`, `"wrong"`, `"failed"` or `"skipped"`.
-        why: the reason if it was not timed; else what is to be known.
-        arithmetic: what it computes in.
-        error, bound: of `Judgement`.
-        build_seconds: from nothing to the first result, compilation and conversion included.
-        seconds: median time of a call.
-        to_stock: its ratio to stock's.
-        host_peak, device_peak: bytes that one call took, of `Memory`.
+        workload: what is computed.
+        shape: of the model, a key of `SHAPES`.
+        precision: of its weights.
+        size: of the batch.
     """
 
-    peer: str
-    state: str
-    why: str = ""
-    arithmetic: str = ""
-    error: float | None = None
-    bound: float | None = None
-    build_seconds: float | None = None
-    seconds: float | None = None
-    to_stock: Ratio | None = None
-    host_peak: int | None = None
-    device_peak: int | None = None
+    workload: Work
+    shape: str
+    precision: Precision
+    size: Size
+
+    def to_dict(self) -> dict[str, Any]:
+        """For the file."""
+        names = {"workload": self.workload.value, "shape": self.shape, "dtype": self.precision.value}
+        return names | dataclasses.asdict(self.size)
 
 
-class Deadline:
-    """Seconds, counted from now."""
+def cases(
+    workloads: Sequence[Work], shapes: Sequence[str], precisions: Sequence[Precision], **size: int | None
+) -> list[Case]:
+    """All combinations, but for generation by an encoder; `size` replaces the usual one of the shape, but for `None`.
 
-    def __init__(self, seconds: float) -> None:
-        self._ends = time.monotonic() + seconds
-
-    def left(self) -> float:
-        """Seconds that are left, 0 at the least."""
-        return max(0.0, self._ends - time.monotonic())
-
-
-def compare(job: Job, peers: Sequence[Peer], limits: Limits, deadline: Deadline) -> tuple[list[Row], Samples | None]:
-    """Builds all peers, judges them, and times against each other those that do the job; stock comes first."""
-    judge = Judge(job)
-    rows: list[Row] = []
-    running: dict[str, Callable[[], torch.Tensor]] = {}
-    for peer in peers:
-        row, ready = prepared(peer, job, judge, deadline)
-        rows.append(row)
-        if ready is not None:
-            running[peer.name] = ready.call
-    if BASELINE not in running:
-        return rows, None
-    samples = interleave(
-        {name: _entry(call) for name, call in running.items()},
-        stopwatch_for(job.device),
-        BASELINE,
-        dataclasses.replace(limits, time_budget=min(limits.time_budget, deadline.left())),
-    )
-    for row in rows:
-        if row.peer in running:
-            row.seconds, row.to_stock = samples.median(row.peer), samples.ratio(row.peer, BASELINE)
-            memory = bracket(running[row.peer], job.device)[1]
-            row.host_peak, row.device_peak = memory.host_peak, memory.device_peak
-    return rows, samples
-
-
-def prepared(peer: Peer, job: Job, judge: Judge, deadline: Deadline) -> tuple[Row, Running | None]:
-    """A peer that is ready and right, or the reason why there is none."""
-    if reason := unfit(peer, job, deadline):
-        return Row(peer.name, "skipped", reason), None
-    started = time.monotonic()
-    try:
-        ready = peer.build(job)
-        result = ready.call()
-    except UnavailableError as error:
-        return Row(peer.name, "skipped", str(error)), None
-    except Exception as error:  # of any library; the others are measured all the same
-        return Row(peer.name, "failed", f"{type(error).__name__}: {first_line(error)}"), None
-    seconds = time.monotonic() - started
-    judgement = judge.judge(result, ready.arithmetic)
-    row = Row(peer.name, "timed", ready.note, ready.arithmetic, judgement.error, judgement.bound, seconds)
-    if judgement.same:
-        return row, ready
-    return dataclasses.replace(row, state="wrong", why=_wrong(judgement)), None
-
-
-def unfit(peer: Peer, job: Job, deadline: Deadline) -> str:
-    """Why a peer is not even tried; empty if it is."""
-    if job.work not in peer.works:
-        return f"does no {job.work}"
-    if peer.only_on and peer.only_on != job.device.type:
-        return f"on {peer.only_on} only"
-    if peer.name != BASELINE and not deadline.left():
-        return "no time was left"
-    return peer.missing()
-
-
-def _wrong(judgement: Judgement) -> str:
-    return f"computes something else: error {judgement.error:.2g}, rounding explains {judgement.bound:.2g}"
-
-
-def _entry(call: Callable[[], object]) -> Entry:
-    @contextlib.contextmanager
-    def entered() -> Iterator[Prepare]:
-        yield lambda: call
-
-    return entered
-
-
-def versions(peers: Sequence[Peer]) -> dict[str, str]:
-    """The versions of the peers' libraries that are installed."""
-    names = dict.fromkeys(peer.version_of for peer in peers if peer.version_of and not peer.missing())
-    return {name: metadata.version(name) for name in names}
+    Raises:
+        T5FastPatchError: a shape is unknown, or nothing is left.
+    """
+    if unknown := [shape for shape in shapes if shape not in SHAPES]:
+        raise NotFoundError(f"no shape is called {unknown[0]!r}: there are {', '.join(SHAPES)}")
+    changes = {name: value for name, value in size.items() if value is not None}
+    found = [
+        Case(work, shape, precision, dataclasses.replace(SIZES.get(shape, USUAL_SIZE), **changes))
+        for shape in shapes
+        for work in workloads
+        for precision in precisions
+        if work is Work.ENCODER or not SHAPES[shape].model.endswith("EncoderModel")
+    ]
+    if not found:
+        raise T5FastPatchError(f"{', '.join(shapes)} cannot generate: take --workload encoder, or --shape t5-small")
+    return found
 
 
 def chosen(names: Sequence[str]) -> list[Peer]:
-    """The peers of these names or libraries, and stock; all if none is named.
+    """The peers of these names, or all of a library's, and stock; all peers if none is named.
 
     Raises:
-        T5FastPatchError: there is no such peer.
+        NotFoundError: there is no such peer.
     """
     for name in names:
-        if not any(_is_called(peer, name) for peer in PEERS):
-            raise T5FastPatchError(f"no peer is called {name!r}: there are {'; '.join(peer.name for peer in PEERS)}")
-    wanted = [BASELINE, *names] if names else [peer.name for peer in PEERS]
-    return [peer for peer in PEERS if any(_is_called(peer, name) for name in wanted)]
+        if not any(name in (peer.name, peer.version_of) for peer in PEERS):
+            raise NotFoundError(f"no peer is called {name!r}: there are {'; '.join(peer.name for peer in PEERS)}")
+    wanted = {BASELINE, *names} if names else {peer.name for peer in PEERS}
+    return [peer for peer in PEERS if wanted & {peer.name, peer.version_of}]
 
 
-def _is_called(peer: Peer, name: str) -> bool:
-    return name in (peer.name, peer.version_of)
+def measured(case: Case, job: Job, peers: Sequence[Peer], rounds: int, deadline: Deadline) -> dict[str, Any]:
+    """A case with all that came of it, as it is written."""
+    with torch.no_grad():
+        rows, samples = compare(job, peers, Limits(rounds, min(rounds, LEAST_ROUNDS)), deadline)
+    torch._dynamo.reset()
+    timing = None if samples is None else {name: getattr(samples, name) for name in ("rounds", "calls", "stopped")}
+    return {
+        **case.to_dict(),
+        "lengths": job.lengths,
+        "device": str(job.device),
+        "threads": torch.get_num_threads(),
+        "timing": timing,
+        "peers": [dataclasses.asdict(row) for row in rows],
+    }
 
 
-def table(case: dict[str, Any], rows: Sequence[Row]) -> Table:
-    """A row a peer, the fastest last."""
-    shown = Table("peer", "computes in", "ms", "time / stock", "error (bound)", "peak MiB", "", title=title(case))
-    for row in rows:
-        shown.add_row(*cells(row))
-    return shown
-
-
-def title(case: dict[str, Any]) -> str:
-    """A case in words."""
-    tokens = f", {case['new_tokens']} tokens" if case["workload"] == Work.GENERATE else ""
-    return (
-        f"{case['shape']}, {case['workload']}, {case['dtype']}, batch {case['batch']} x {case['length']}{tokens}, "
-        f"{case['device']}, {case['threads']} threads"
-    )
-
-
-def cells(row: Row) -> list[str]:
-    """A row in words."""
-    peak = row.host_peak if row.device_peak is None else row.device_peak
-    return [
-        row.peer,
-        row.arithmetic or "-",
-        "-" if row.seconds is None else f"{1000 * row.seconds:.4g}",
-        "-" if row.to_stock is None else _ratio(row.to_stock),
-        "-" if row.error is None else f"{row.error:.1e} ({row.bound:g})",
-        "-" if peak is None else f"{peak / 2**20:.0f}",
-        row.why if row.state == "timed" else f"{row.state}: {row.why}",
-    ]
-
-
-def _ratio(ratio: Ratio) -> str:
-    return "1" if ratio.low == ratio.high == 1 else f"{ratio.median:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
+def versions(peers: Sequence[Peer]) -> dict[str, str]:
+    """Of the libraries that are installed."""
+    return {
+        peer.version_of: metadata.version(peer.version_of) for peer in peers if peer.version_of and not peer.missing()
+    }
 
 
 def main(
-    workload: Annotated[list[Work], typer.Option(help="Repeatable.")] = [Work.ENCODER],
-    shape: Annotated[list[str], typer.Option(help="Repeatable.")] = ["encoder-8"],
-    dtype: Annotated[list[str], typer.Option(help="fp32, fp16 or bf16; repeatable.")] = ["bf16"],
+    workload: Annotated[list[Work] | None, typer.Option(help="encoder by default; repeatable.")] = None,
+    shape: Annotated[list[str] | None, typer.Option(help="encoder-8 by default, of 8 layers; repeatable.")] = None,
+    dtype: Annotated[list[str] | None, typer.Option(help="fp32, fp16, or bf16, the default; repeatable.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    threads: Annotated[int, typer.Option(min=1, help="On the CPU.")] = 1,
-    peers: Annotated[list[str], typer.Option(help="Names of peers or of their libraries; repeatable.")] = [],
-    patches: Annotated[list[str], typer.Option(help="Of the patched model; repeatable. The default preset.")] = [],
+    threads: Annotated[int, typer.Option(min=1, help="On the CPU, of every peer.")] = 1,
+    peers: Annotated[list[str] | None, typer.Option(help="A peer or all of a library; repeatable.")] = None,
+    patches: Annotated[list[str] | None, typer.Option(help="A patch or preset; repeatable. Else the default.")] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Sentences.")] = None,
-    length: Annotated[int | None, typer.Option(min=2, help="Tokens in the longest of them.")] = None,
+    length: Annotated[int | None, typer.Option(min=2, help="Tokens of the longest of them.")] = None,
     new_tokens: Annotated[int | None, typer.Option(min=1, help="To be generated.")] = None,
     rounds: Annotated[int, typer.Option(min=2)] = 30,
-    time_budget: Annotated[float, typer.Option(min=0, help="Seconds, after which nothing more is begun.")] = math.inf,
-    json: Annotated[Path | None, typer.Option(help="A file for the figures.")] = None,
+    time_budget: Annotated[float, typer.Option(min=0, help="Seconds, shared by the cases.")] = math.inf,
     seed: Annotated[int, typer.Option(help="Of weights and text.")] = 0,
+    json: Annotated[Path | None, typer.Option(help="A file for the figures, written after each case.")] = None,
+    read: Annotated[list[Path] | None, typer.Option(help="Measure nothing, show these files; repeatable.")] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Tables for a page.")] = False,
 ) -> None:
     """Compares the peers on every combination of workload, shape and dtype."""
+    show = (lambda *documents: print(as_markdown(documents))) if markdown else _print
+    if read:
+        show(*(json_module.loads(file.read_text(encoding="utf-8")) for file in read))
+        return
     quiet()
     keep_memory()
-    SHAPES.update(OWN_SHAPES)
     torch.set_num_threads(threads)
-    place, wanted, deadline = torch_device(device), chosen(peers), Deadline(time_budget)
-    console = Console(width=130)
-    cases: list[dict[str, Any]] = []
-    for each_shape, work, each_dtype in ((s, w, d) for s in shape for w in workload for d in dtype):
-        usual = SIZES.get(each_shape, SIZE)
-        size = Size(batch or usual.batch, length or usual.length, new_tokens or usual.new_tokens)
-        precision = precision_of(each_dtype)
-        job = make_job(
-            work, each_shape, precision, size, place, threads=threads, patches=tuple(patches) or None, seed=seed
+    try:
+        place, wanted = torch_device(device), chosen(peers or ())
+        precisions = [precision_of(each) for each in dtype or ("bf16",)]
+        planned = cases(
+            workload or [Work.ENCODER],
+            shape or ["encoder-8"],
+            precisions,
+            batch=batch,
+            length=length,
+            new_tokens=new_tokens,
         )
-        if not can(job.model, work):
-            continue
-        with torch.no_grad():
-            rows, samples = compare(job, wanted, Limits(rounds, min(rounds, 8)), deadline)
-        torch._dynamo.reset()
-        case = {
-            "workload": work.value,
-            "shape": each_shape,
-            "dtype": precision.value,
-            **dataclasses.asdict(size),
-            "lengths": job.lengths,
-            "device": str(place),
-            "threads": torch.get_num_threads(),
-        }
-        console.print(table(case, rows))
-        rounds_made = None if samples is None else {"rounds": samples.rounds, "calls": samples.calls}
-        cases.append({**case, "timing": rounds_made, "peers": [dataclasses.asdict(row) for row in rows]})
+    except T5FastPatchError as error:
+        print(error, file=sys.stderr)
+        raise typer.Exit(2) from None
+    left = Deadline(time_budget)
+    document: dict[str, Any] = {"schema": SCHEMA, "environment": environment(place), "versions": versions(wanted)}
+    document["cases"] = []
+    for at, case in enumerate(planned):
+        share = Deadline(SHARE_FOR_BUILDING * left.left() / (len(planned) - at))
+        job = make_job(case.workload, case.shape, case.precision, case.size, place, threads, patches, seed)
+        document["cases"].append(measured(case, job, wanted, rounds, share))
         if json is not None:
-            about = {"schema": SCHEMA, "environment": environment(place), "versions": versions(wanted)}
-            json.write_text(json_module.dumps({**about, "cases": cases}, indent=1) + "\n")
+            json.write_text(to_json(document, indent=1) + "\n", encoding="utf-8")
+    show(document)
+
+
+def _print(*documents: dict[str, Any]) -> None:
+    for case in (case for document in documents for case in document["cases"]):
+        Console(width=140).print(table(case))
 
 
 if __name__ == "__main__":

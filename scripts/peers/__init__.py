@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
-from . import hugging_face, nai
+from . import ctranslate2_peers, hugging_face, nai, onnx_runtime
 
-PEERS = (*hugging_face.PEERS, *nai.PEERS)
+PEERS = (
+    *hugging_face.EAGER,
+    *nai.EAGER,
+    *hugging_face.COMPILED,
+    *nai.COMPILED,
+    *onnx_runtime.PEERS,
+    *ctranslate2_peers.PEERS,
+)
+"""Stock first; those that compile, which takes long, behind those that do not."""

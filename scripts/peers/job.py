@@ -6,7 +6,7 @@ import dataclasses
 import enum
 import functools
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ import torch
 from t5fastpatch.families import role_of
 from t5fastpatch.measure.precision import Precision
 from t5fastpatch.measure.shapes import random_model
-from t5fastpatch.measure.workloads import Batch, is_seq2seq
+from t5fastpatch.measure.workloads import Batch
 from t5fastpatch.patch import Role
 
 # Padding, end and unknown come before.
@@ -63,7 +63,7 @@ class Job:
     batch: Batch
     new_tokens: int
     threads: int
-    patches: tuple[str, ...] | None = None
+    patches: Sequence[str] | None = None
 
     @property
     def device(self) -> torch.device:
@@ -90,12 +90,12 @@ class Running:
         call: does the job. Gives the encoder's last hidden state (batch x length x d_model), or the generated tokens
             (int64, batch x new tokens, without the start token); padding's hidden states are not looked at.
         arithmetic: what it computes in, a key of `judging.BOUNDS`.
-        note: what else is to be known.
+        patches: those that are on, by name.
     """
 
     call: Callable[[], torch.Tensor]
     arithmetic: str
-    note: str = ""
+    patches: Sequence[str] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +118,10 @@ class Peer:
     only_on: str = ""
     version_of: str = ""
 
+    def is_for(self, job: Job) -> bool:
+        """Whether it does such work, on such a device."""
+        return job.work in self.works and self.only_on in ("", job.device.type)
+
     def missing(self) -> str:
         """What is not installed, with the way to get it; empty if all is there."""
         absent = [module for module in self.needs if importlib.util.find_spec(module) is None]
@@ -131,12 +135,19 @@ def make_job(
     precision: Precision,
     size: Size,
     device: torch.device,
-    *,
     threads: int = 1,
-    patches: tuple[str, ...] | None = None,
+    patches: Sequence[str] | None = None,
     seed: int = 0,
 ) -> Job:
-    """A job on random weights that the precision represents, so that all peers have the very same."""
+    """A job on random weights that the precision represents, so that all peers have the very same.
+
+    Args:
+        work, precision, threads, patches: as in `Job`.
+        shape: a key of `SHAPES`.
+        size: of the batch.
+        device: where all is to be.
+        seed: of weights and text.
+    """
     model = random_model(shape, device, seed)
     make_telling(model, seed)
     model = model.to(precision.dtype)
@@ -162,8 +173,3 @@ def padded_batch(vocabulary: int, size: Size, device: torch.device, seed: int) -
     lengths = torch.tensor([size.length - row * size.length // (2 * size.batch) for row in range(size.batch)])
     mask = (torch.arange(size.length) < lengths[:, None]).long()
     return {"input_ids": (input_ids * mask).to(device), "attention_mask": mask.to(device)}
-
-
-def can(model: Any, work: Work) -> bool:
-    """Whether the model has the parts for it."""
-    return work is Work.ENCODER or is_seq2seq(model)

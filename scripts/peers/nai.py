@@ -57,9 +57,7 @@ def _flex_compiled(job: Job) -> Running:
     with torch.no_grad():
         stack.bind_score_mods(input_ids.shape[1])
     compiled: Any = torch.compile(stack, dynamic=False, fullgraph=True)
-    return Running(
-        lambda: compiled(input_ids, block_mask=make_self_attn_block_mask(mask)), job.precision.value, "flex attention"
-    )
+    return Running(lambda: compiled(input_ids, block_mask=make_self_attn_block_mask(mask)), job.precision.value)
 
 
 _ABOUT: Any = {
@@ -67,8 +65,8 @@ _ABOUT: Any = {
     "needs": {"nai_t5": "nai-t5", "einops": "einops", "pydantic": "pydantic"},
     "version_of": "nai-t5",
 }
-PEERS = (
-    Peer("nai-t5", _sdpa, **_ABOUT),
+EAGER = (Peer("nai-t5", _sdpa, **_ABOUT),)
+COMPILED = (
     Peer("nai-t5, compiled", _sdpa_compiled, **_ABOUT),
     Peer("nai-t5 flex, compiled", _flex_compiled, only_on="cuda", **_ABOUT),
 )
