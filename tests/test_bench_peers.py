@@ -104,6 +104,26 @@ def test_a_peer_that_computes_something_else_is_marked_and_not_timed(
     assert "computes something else" in row.why
 
 
+def without_cross_attention(model: Any) -> None:
+    model.decoder.block[1].layer[1].EncDecAttention.o.weight.data.zero_()
+
+
+def without_position_bias_of_the_decoder(model: Any) -> None:
+    model.decoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight.data.zero_()
+
+
+@pytest.mark.parametrize("change", [without_gains, without_cross_attention, without_position_bias_of_the_decoder])
+def test_a_peer_that_generates_something_else_is_wrong(change: Callable[[Any], None]) -> None:
+    job = make_job(Work.GENERATE, "toy", Precision.FP32, Size(4, 12, 16), CPU)
+    tokens = hugging_face._stock(job).call()
+    assert len(tokens.unique()) > 4, "too dull to tell models apart"
+    change(job.model)
+    planted = hugging_face._stock(job).call()
+    right = make_job(Work.GENERATE, "toy", Precision.FP32, Size(4, 12, 16), CPU)
+    assert Judge(right).judge(tokens, "fp32").same
+    assert not Judge(right).judge(planted, "fp32").same
+
+
 def test_a_peer_without_the_mask_is_wrong() -> None:
     def build(job: Job) -> Running:
         stack = job.model.get_encoder()

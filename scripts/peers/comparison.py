@@ -75,24 +75,24 @@ def compare(job: Job, peers: Sequence[Peer], limits: Limits, deadline: Deadline)
     """
     judge = Judge(job)
     rows: list[Row] = []
-    calls: dict[str, Callable[[], torch.Tensor]] = {}
+    running: dict[str, Running] = {}
     for peer in (peer for peer in peers if peer.is_for(job)):
-        row, running = prepared(peer, job, judge, deadline)
+        row, ready = prepared(peer, job, judge, deadline)
         rows.append(row)
-        if running is not None:
-            calls[peer.name] = running.call
+        if ready is not None:
+            running[peer.name] = ready
     del judge
-    if BASELINE not in calls:
+    if BASELINE not in running:
         return rows, None
-    entries = {name: _entry(call) for name, call in calls.items()}
+    entries = {name: _entry(ready.call) for name, ready in running.items()}
     limits = dataclasses.replace(limits, time_budget=min(limits.time_budget, deadline.left()))
     samples = interleave(entries, stopwatch_for(job.device), BASELINE, limits)
-    baselines = [name for name in (BASELINE, COMPILED_BASELINE) if name in calls]
+    baselines = [name for name in (BASELINE, COMPILED_BASELINE) if name in running]
     for row in rows:
-        if row.peer in calls:
+        if row.peer in running:
             row.seconds = samples.median(row.peer)
             row.ratios = {baseline: samples.ratio(row.peer, baseline) for baseline in baselines}
-            row.host_peak, row.device_peak = _peaks(calls[row.peer], job.device)
+            row.host_peak, row.device_peak = _peaks(running[row.peer], job.device)
     return rows, samples
 
 
@@ -102,17 +102,17 @@ def prepared(peer: Peer, job: Job, judge: Judge, deadline: Deadline) -> tuple[Ro
         return Row(peer.name, "skipped", reason), None
     started = time.monotonic()
     try:
-        running = peer.build(job)
-        result = running.call()
+        ready = peer.build(job)
+        result = ready.call()
     except UnavailableError as error:
         return Row(peer.name, "skipped", str(error)), None
     except Exception as error:  # of any library; the others are measured all the same
         return Row(peer.name, "failed", f"{type(error).__name__}: {first_line(error)}"), None
     seconds = time.monotonic() - started
-    found = judge.judge(result, running.arithmetic)
-    row = Row(peer.name, "timed", "", running.patches, running.arithmetic, found.error, found.bound, seconds)
+    found = judge.judge(result, ready.arithmetic)
+    row = Row(peer.name, "timed", "", ready.patches, ready.arithmetic, found.error, found.bound, seconds)
     if found.same:
-        return row, running
+        return row, ready
     return dataclasses.replace(row, state="wrong", why=_wrong(found)), None
 
 
@@ -135,9 +135,11 @@ def _entry(call: Callable[[], object]) -> Entry:
     return entered
 
 
-def _peaks(call: Callable[[], object], device: torch.device) -> tuple[int | None, int | None]:
-    """What one call takes on the host, unless it runs elsewhere, and on the device."""
+def _peaks(running: Running, device: torch.device) -> tuple[int | None, int | None]:
+    """What one call takes on the host, unless the work is done elsewhere, and on the device."""
+    if not running.seen:
+        return None, None
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)  # memory that is kept would be taken unseen
-    memory = bracket(call, device)[1]
+    memory = bracket(running.call, device)[1]
     return (None if device.type == "cuda" else memory.host_peak), memory.device_peak

@@ -46,8 +46,8 @@ def _running(job: Job, arithmetic: str, compute_type: str) -> Running:
         spec.save(folder)
         options = {"device_index": job.device.index or 0, "compute_type": compute_type, "intra_threads": job.threads}
         converted = engine(folder, device=device, **options)
-    call = {Work.ENCODER: _encode, Work.GENERATE: _translate}[job.work]
-    return Running(functools.partial(call, job, converted, *_inputs(job)), arithmetic)
+    call: Any = _encode if job.work is Work.ENCODER else _translate
+    return Running(functools.partial(call, job, converted, *_inputs(job)), arithmetic, seen=False)
 
 
 def _encoder_spec(job: Job) -> Any:

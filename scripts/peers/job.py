@@ -19,9 +19,11 @@ from t5fastpatch.patch import Role
 
 # Padding, end and unknown come before.
 FIRST_PIECE = 3
-# As in trained models; a fresh one has gains of one and a bias too small to tell whether a peer has it at all.
+# A fresh model has gains of one, a bias too small to tell whether a peer has it at all, and embeddings that outweigh
+# all else in the residual stream, so that it says its last token again and again.
 LEAST_GAIN, MOST_GAIN = 0.5, 1.5
 BIAS_DEVIATION = 1.0
+EMBEDDING_SCALE = 2.0**-5
 
 
 class Work(str, enum.Enum):
@@ -91,11 +93,13 @@ class Running:
             (int64, batch x new tokens, without the start token); padding's hidden states are not looked at.
         arithmetic: what it computes in, a key of `judging.BOUNDS`.
         patches: those that are on, by name.
+        seen: whether its memory can be told; not where a library keeps what it once had.
     """
 
     call: Callable[[], torch.Tensor]
     arithmetic: str
     patches: Sequence[str] = ()
+    seen: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +161,8 @@ def make_job(
 
 @torch.no_grad()
 def make_telling(model: Any, seed: int) -> None:
-    """Gives norms and position biases weights that no peer can leave out unnoticed."""
+    """Gives the model weights of which no peer can leave any out unnoticed."""
+    model.get_input_embeddings().weight.mul_(EMBEDDING_SCALE)
     generator = torch.Generator(model.device).manual_seed(seed)
     for module in model.modules():
         if role_of(type(module)) is Role.NORM:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.dlpack import from_dlpack
 
 from t5fastpatch.measure.precision import Precision
 from t5fastpatch.measure.workloads import encoder
@@ -45,7 +46,7 @@ def _encoder(job: Job) -> Running:
         file = Path(folder) / "encoder.onnx"
         torch.onnx.export(_LastHiddenState(stack).eval(), inputs, file, dynamo=True, verbose=False)
         session = onnxruntime.InferenceSession(file, _options(job.threads), providers=[provider])
-    return Running(lambda: _run(session, inputs), precision.value)
+    return Running(lambda: _run(session, inputs), precision.value, seen=False)
 
 
 def _options(threads: int) -> Any:
@@ -63,7 +64,7 @@ def _run(session: Any, inputs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tenso
 
     names = (each.name for each in session.get_inputs())
     fed = {name: OrtValue.from_dlpack(tensor) for name, tensor in zip(names, inputs, strict=True)}
-    return torch.from_dlpack(session.run_with_ort_values(None, fed)[0])
+    return from_dlpack(session.run_with_ort_values(None, fed)[0])
 
 
 PEERS = (
