@@ -10,7 +10,6 @@ from typing import Any
 import bench_peers
 import pytest
 import torch
-import transformers
 from peers import PEERS, hugging_face, onnx_runtime, tables
 from peers.comparison import Deadline, Row, compare
 from peers.job import Job, Peer, Running, Size, UnavailableError, Work, make_job
@@ -34,7 +33,6 @@ SIZES = {
     "decoder_start_token_id": 0,
 }
 LIMITS = Limits(2, 2)
-CAN_COMPILE_GENERATE = hasattr(transformers, "CompileConfig")
 STOCK = hugging_face.EAGER[0]
 
 
@@ -237,9 +235,9 @@ def test_those_that_compile_compute_the_same_thing(work: Work, monkeypatch: pyte
     job = job_of(work, "toy" if work is Work.GENERATE else "toy-encoder")
     rows = rows_of(job, STOCK, *(peer for peer in PEERS if "compiled" in peer.name))
     assert {row.state for row in rows.values()} <= {"timed", "skipped"}
-    assert rows["patched, compiled"].patches
     timed = [row for row in rows.values() if row.state == "timed"]
-    assert len(traced) == len(timed) - 1 >= (2 if CAN_COMPILE_GENERATE or work is Work.ENCODER else 0)
+    assert len(traced) == len(timed) - 1
+    assert rows["patched, compiled"].patches or "does not compile" in rows["patched, compiled"].why
 
 
 def test_an_exported_graph_computes_the_same_thing() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import transformers
 
 import t5fastpatch
 from t5fastpatch.measure.precision import Precision
@@ -27,7 +28,9 @@ def _stock_fp32(job: Job) -> Running:
 
 
 def _stock_compiled(job: Job) -> Running:
-    return _running(job, copy.deepcopy(job.model), compiled=True)
+    # What `generate` compiles it leaves on the model.
+    model = copy.deepcopy(job.model) if job.work is Work.GENERATE else job.model
+    return _running(job, model, compiled=True)
 
 
 def _patched(job: Job, compiled: bool) -> Running:
@@ -43,7 +46,7 @@ def _running(job: Job, model: Any, compiled: bool = False, patches: Sequence[str
 
 def _call(job: Job, model: Any, compiled: bool = False) -> Callable[[], torch.Tensor]:
     if job.work is Work.GENERATE:
-        return _generate(job, model, _static_and_compiled() if compiled else {})
+        return _compiled_generate(job, model) if compiled else _generate(job, model, {})
     stack: Any = encoder(model)
     if compiled:
         stack = torch.compile(stack, dynamic=False)
@@ -55,15 +58,18 @@ def _generate(job: Job, model: Any, options: dict[str, Any]) -> Callable[[], tor
     return lambda: search(model, job.batch, **length, **options)[:, 1:]
 
 
-def _static_and_compiled() -> dict[str, Any]:
-    """What makes `generate` use a static cache and compile the decoder's step, with CUDA graphs on CUDA."""
-    try:
-        from transformers import CompileConfig
-    except ImportError:
-        raise UnavailableError("this transformers does not compile in generate: take a newer one") from None
-    config = CompileConfig()
-    config._compile_all_devices = True  # it is for accelerators only, unless told
-    return {"cache_implementation": "static", "compile_config": config}
+def _compiled_generate(job: Job, model: Any) -> Callable[[], torch.Tensor]:
+    """With a static cache and the decoder's step compiled by `generate` itself, with CUDA graphs on CUDA."""
+    config_class = getattr(transformers, "CompileConfig", None)
+    if config_class is not None:
+        config = config_class()
+        config._compile_all_devices = True  # it is for accelerators only, unless told
+        call = _generate(job, model, {"cache_implementation": "static", "compile_config": config})
+        call()
+        # Some releases take the configuration and go on without.
+        if hasattr(model, "_compiled_call"):
+            return call
+    raise UnavailableError(f"generate of transformers {transformers.__version__} does not compile: take a newer one")
 
 
 EAGER = (
