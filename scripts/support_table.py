@@ -1,4 +1,4 @@
-"""Writes the table of docs/patches.md that says, per family and release, what each patch finds.
+"""Writes the tables of docs/support.md that say, per family and release, what each patch finds.
 
 Each release is installed for itself beside the torch that is there, and probed in a process of its own. Run from the
 root of a checkout:
@@ -15,7 +15,7 @@ import sys
 from releases import RELEASES, ROOT, environment
 
 BEGIN, END = "<!-- support table: begin -->", "<!-- support table: end -->"
-DOCUMENT = ROOT / "docs" / "patches.md"
+DOCUMENT = ROOT / "docs" / "support.md"
 
 Answers = dict[str, dict[str, str]]  # patch -> family -> what it finds
 
@@ -52,7 +52,7 @@ def table(found: dict[str, Answers]) -> str:
     """The Markdown: for each patch a table, a row a family, a column a release."""
     parts = []
     for patch in next(iter(found.values())):
-        rows = [f"### `{patch}` by release\n", f"| family | {' | '.join(found)} |", "|---" * (len(found) + 1) + "|"]
+        rows = [f"## `{patch}` by release\n", f"| family | {' | '.join(found)} |", "|---" * (len(found) + 1) + "|"]
         for family in next(iter(found.values()))[patch]:
             cells = " | ".join(answers[patch][family] for answers in found.values())
             rows.append(f"| {family} | {cells} |")

@@ -31,16 +31,16 @@ def test_the_readme_has_two_set_up_commands_and_ci_runs_the_second() -> None:
 
 
 def table_cells(patch: str) -> dict[str, str]:
-    """What docs/patches.md says of a patch in the installed release, by family."""
-    text = (ROOT / "docs" / "patches.md").read_text()
-    lines = text.split(f"### `{patch}` by release")[1].strip().splitlines()
+    """What docs/support.md says of a patch in the installed release, by family."""
+    text = (ROOT / "docs" / "support.md").read_text()
+    lines = text.split(f"## `{patch}` by release")[1].strip().splitlines()
     header, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
     column = header.index(transformers.__version__)
     return {row[0]: row[column] for row in rows[: len(FAMILIES)]}
 
 
 def test_the_support_table_is_what_this_release_says() -> None:
-    text = (ROOT / "docs" / "patches.md").read_text()
+    text = (ROOT / "docs" / "support.md").read_text()
     if f" {transformers.__version__} " not in text:
         pytest.skip(f"the table has no column for {transformers.__version__}")
     for patch, found in support_table.probe().items():
