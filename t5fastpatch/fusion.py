@@ -83,7 +83,11 @@ class Fusion:
         linears = self.linears(module)
         if not _can_lie_together(list(linears.values())):
             return
-        matrix = torch.cat([linear.weight.data for linear in linears.values()])
+        weights = [linear.weight.data for linear in linears.values()]
+        # Not by `cat`, which autocast would cast.
+        matrix = weights[0].new_empty(len(weights) * weights[0].shape[0], weights[0].shape[1])
+        for part, weight in zip(matrix.chunk(len(weights)), weights):
+            part.copy_(weight)
         storage, size = matrix.untyped_storage(), matrix.nbytes // len(linears)
         for index, linear in enumerate(linears.values()):
             own = storage[index * size : (index + 1) * size]

@@ -65,7 +65,7 @@ def print_report(variants: Sequence[Profiled], about: Mapping[str, Any], top: in
         console: where to.
     """
     for line in header(variants, about):
-        console.print(Text(line), soft_wrap=True)
+        console.print(Text(line))
     for table in tables(variants, top):
         # As a line of its own: a table pads its title.
         console.print(Text(f"\n{table.title}", style="bold"))
