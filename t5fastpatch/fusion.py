@@ -91,7 +91,7 @@ class Fusion:
         storage, size = matrix.untyped_storage(), matrix.nbytes // len(linears)
         for index, linear in enumerate(linears.values()):
             own = storage[index * size : (index + 1) * size]
-            linear.weight.data = matrix.new_empty(0).set_(own, 0, linear.weight.shape)  # type: ignore[call-overload]
+            linear.weight.data = matrix.new_empty(0).set_(own, 0, linear.weight.shape)
         places = ((name, each, each.weight, each.weight.data_ptr()) for name, each in linears.items())
         _joined[module] = Joined(matrix, tuple(places))
 
