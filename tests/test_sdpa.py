@@ -284,6 +284,19 @@ def test_a_mask_of_integers_is_added_as_stock_adds_it() -> None:
         assert torch.equal(masked_bias(bias.to(dtype), mask, dtype), bias.to(dtype) + mask)
 
 
+@pytest.mark.parametrize("patches", ["sdpa", "eager_scores", "local_scores"])
+def test_half_models_are_differentiated_by_torch_func(patches: str) -> None:
+    kind = zoo.BY_NAME["longt5-local"]
+    model, batch = build(kind).half(), kind.batch(HALF)
+    if t5fastpatch.status(model)[patches].state is not State.APPLIES:
+        pytest.skip(f"this release has no place for {patches}")
+    embeds = model.get_input_embeddings()(batch.pop("input_ids")).detach()
+    slope = torch.func.grad(lambda x: model(inputs_embeds=x, **batch).loss.float())
+    stock = slope(embeds).float()
+    t5fastpatch.apply(model, patches)
+    assert (slope(embeds).float() - stock).norm() <= 0.1 * stock.norm()
+
+
 @pytest.mark.parametrize("mode", ["torch.func.grad", "torch.func.jvp", "forward mode"])
 @pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
 def test_transforms_and_forward_mode_differentiate_what_stock_lets_them(mode: str, grad: bool) -> None:
