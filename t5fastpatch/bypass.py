@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 from torch.nn.modules import module as registration
 
 
@@ -24,6 +25,18 @@ def gives_new_memory(linear: Any) -> bool:
 def transformed() -> bool:
     """Whether a compiler, a tracer or a function transform is at work: its tensors are no values to be kept."""
     return torch.compiler.is_compiling() or torch._C._is_tracing() or torch._C._are_functorch_transforms_active()
+
+
+def autocasts(tensor: torch.Tensor) -> bool:
+    """Whether autocast is on for the device of `tensor`; PyTorch does not let one ask for the meta device."""
+    return not tensor.is_meta and torch.is_autocast_enabled(tensor.device.type)
+
+
+def differentiates_otherwise() -> bool:
+    """Whether `torch.func` or forward-mode differentiation is at work, of which `requires_grad` tells nothing."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def runs_eagerly(tensor: torch.Tensor) -> bool:

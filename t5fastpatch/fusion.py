@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .bypass import autocasts
 from .headroom.stacks import Stack
 from .rescaling import is_plain, is_unwatched
 
@@ -145,7 +146,7 @@ def joined_weights(module: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
     of parameters only.
     """
     joined = _joined.get(module)
-    if joined is None or type(x) is not torch.Tensor or torch.is_autocast_enabled(x.device.type):
+    if joined is None or type(x) is not torch.Tensor or autocasts(x):
         return None
     if not joined.holds(module):
         # This must not keep the memory of weights that others have taken the place of.

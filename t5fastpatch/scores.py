@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from .bypass import differentiates_otherwise
+
 _SCALE = 2.0**-12
 
 # A mask holds fp16's smallest number, or that and a bias; nothing else is anywhere near it.
@@ -43,6 +45,8 @@ def wide_scores(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         Shape (..., query_length, key_length), fp32, in memory of its own.
     """
     key = key.expand(*query.shape[:-2], *key.shape[-2:])
+    if differentiates_otherwise():  # of which `_Product` has no rules
+        return query.float() @ key.float().transpose(-1, -2)
     if torch.is_grad_enabled():
         scores: torch.Tensor = _Product.apply(query, key)  # type: ignore[no-untyped-call]
         return scores

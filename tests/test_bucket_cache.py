@@ -128,3 +128,26 @@ def test_other_buckets_than_t5s_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(cls, "compute_bias", lambda self, *args, **kwargs: compute(self, *args, **kwargs).flip(-1))
     with pytest.raises(t5fastpatch.T5FastPatchError, match="does not give T5's buckets"):
         bucket_cache._check_buckets(cls)
+
+
+@pytest.mark.parametrize("where", ["a subclass", "a module"])
+@pytest.mark.parametrize("method", ["compute_bias", "_relative_position_bucket"])
+def test_a_method_of_somebodys_own_is_called(where: str, method: str) -> None:
+    model, batch = zoo.BY_NAME["t5"].build(), zoo.BY_NAME["t5"].batch()
+    with t5fastpatch.patched(model, "bucket_cache"), torch.no_grad():
+        upstream = model(**batch).logits  # by the table of T5's buckets
+    for attention in with_table(model):
+        compute = attention.compute_bias
+        own = {
+            "compute_bias": lambda *args, compute=compute, **where: 3 * compute(*args[-2:], **where),
+            "_relative_position_bucket": staticmethod(lambda positions, **_: positions.abs() % 7),
+        }[method]
+        if where == "a subclass":
+            attention.__class__ = type("Own", (type(attention),), {method: own})
+        else:
+            setattr(attention, method, getattr(own, "__func__", own))
+    with torch.no_grad():
+        stock = model(**batch).logits
+        t5fastpatch.apply(model, "bucket_cache")
+        assert torch.equal(model(**batch).logits, stock)
+    assert not torch.equal(stock, upstream)

@@ -133,6 +133,16 @@ def test_searches_find_the_same_tokens_in_fp32(kind: zoo.Kind, options: dict[str
     assert torch.equal(*found)
 
 
+def test_a_model_on_the_meta_device_tells_the_shape() -> None:
+    kind = zoo.BY_NAME["t5-v1.1"]
+    model, batch = applied(kind.build(), FAST_PATH), kind.batch()
+    batch.pop("attention_mask")  # recent releases look into it
+    with torch.no_grad():
+        shape = model(**batch).logits.shape
+        found = model.to("meta")(**{name: value.to("meta") for name, value in batch.items()}).logits
+    assert (found.shape, found.is_meta) == (shape, True)
+
+
 @pytest.mark.parametrize("padding", ["left", "none", "one of two", "a batch of one"])
 def test_padding_on_any_side(padding: str) -> None:
     kind = zoo.BY_NAME["t5-v1.1"]

@@ -31,6 +31,7 @@ from test_contracts import (
 )
 from test_masks import HALF, PADDINGS, batch_of, build, error, make_scores_large, mask_of, outputs, playing
 from torch import nn
+from torch.autograd import forward_ad
 
 import t5fastpatch
 from t5fastpatch import registry
@@ -274,6 +275,52 @@ def test_under_autocast_the_bias_is_in_the_dtype_of_the_queries(dtype: torch.dty
     assert merged.dtype == dtype
     assert merged[0, ..., 1:].isneginf().all()
     assert (merged[1] == 1).all()
+
+
+def test_a_mask_of_integers_is_added_as_stock_adds_it() -> None:
+    """A caller's mask in four dimensions, which some releases take as it is."""
+    bias, mask = torch.ones(1, 3, 5, 7), torch.eye(5, 7, dtype=torch.long)[None, None]
+    for dtype in (torch.float32, torch.bfloat16, HALF):
+        assert torch.equal(masked_bias(bias.to(dtype), mask, dtype), bias.to(dtype) + mask)
+
+
+@pytest.mark.parametrize("patches", ["sdpa", "eager_scores", "local_scores"])
+def test_half_models_are_differentiated_by_torch_func(patches: str) -> None:
+    kind = zoo.BY_NAME["longt5-local"]
+    model, batch = build(kind).half(), kind.batch(HALF)
+    if t5fastpatch.status(model)[patches].state is not State.APPLIES:
+        pytest.skip(f"this release has no place for {patches}")
+    embeds = model.get_input_embeddings()(batch.pop("input_ids")).detach()
+    slope = torch.func.grad(lambda x: model(inputs_embeds=x, **batch).loss.float())
+    stock = slope(embeds).float()
+    t5fastpatch.apply(model, patches)
+    assert (slope(embeds).float() - stock).norm() <= 0.1 * stock.norm()
+
+
+@pytest.mark.parametrize("mode", ["torch.func.grad", "torch.func.jvp", "forward mode"])
+@pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
+def test_transforms_and_forward_mode_differentiate_what_stock_lets_them(mode: str, grad: bool) -> None:
+    kind = zoo.BY_NAME["t5-v1.1"]
+    model, batch = written_out(kind), kind.batch()
+    embeds = model.get_input_embeddings()(batch.pop("input_ids")).detach()
+
+    def logits(embeds: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = model(inputs_embeds=embeds, **batch).logits
+        return found
+
+    def derivative() -> torch.Tensor:
+        if mode == "torch.func.grad":
+            return torch.func.grad(lambda x: logits(x).logsumexp(-1).sum())(embeds).detach()
+        if mode == "torch.func.jvp":
+            return torch.func.jvp(logits, (embeds,), (torch.ones_like(embeds),))[1].detach()
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(embeds, torch.ones_like(embeds))
+            return forward_ad.unpack_dual(logits(dual)).tangent.detach()
+
+    with torch.set_grad_enabled(grad):
+        stock = derivative()
+        t5fastpatch.apply(model, "sdpa")
+        assert (derivative() - stock).abs().max() <= 1e-4 * stock.abs().max()
 
 
 def test_no_keys_at_all_give_no_error() -> None:

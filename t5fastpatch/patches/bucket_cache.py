@@ -67,7 +67,7 @@ def position_bias(
     """
     embedding = self.relative_attention_bias
     device = embedding.weight.device if device is None else device
-    buckets = buckets_of(self, device) if runs_eagerly(embedding.weight) else None
+    buckets = buckets_of(self, device) if runs_eagerly(embedding.weight) and _is_upstreams(self) else None
     if buckets is None:
         return self.compute_bias(query_length, key_length, device=device, **positions)
     first = None if "cache_position" in positions else positions.get("past_seen_tokens", 0)
@@ -95,6 +95,12 @@ def relative_position(
     else:
         queries = torch.arange(past_seen_tokens, past_seen_tokens + query_length, device=device)
     return torch.arange(key_length, device=device)[None, :] - queries[:, None]
+
+
+def _is_upstreams(attention: Any) -> bool:
+    """Whether nobody has put a method of their own in the place of those that make buckets and bias."""
+    methods = attention.compute_bias, attention._relative_position_bucket
+    return all(getattr(method, "__module__", "").startswith("transformers.models.") for method in methods)
 
 
 def _is_lookup(embedding: Any) -> bool:

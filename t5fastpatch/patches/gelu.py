@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers.activations import NewGELUActivation
 
-from ..bypass import gives_new_memory, may_bypass, transformed
+from ..bypass import autocasts, gives_new_memory, may_bypass, transformed
 from ..errors import UnexpectedSourceError
 from ..patch import Contract, Role, SourcePatch
 from ..rewrite import Edit, Method
@@ -35,7 +35,7 @@ def activation(self: Any, hidden_states: torch.Tensor) -> Any:
     """
     act = self.act
     known = type(act) in _KNOWN and may_bypass(act)
-    if not known or torch.is_autocast_enabled(hidden_states.device.type):
+    if not known or autocasts(hidden_states):
         return act(hidden_states)
     linear = self._modules.get("wi_0") or self._modules.get("wi")
     in_place = _may_change(hidden_states) and gives_new_memory(linear)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..bypass import transformed
+from ..bypass import differentiates_otherwise, transformed
 from ..errors import UnexpectedSourceError
 from ..patch import Contract, Role, SourcePatch
 from ..rewrite import Edit, Method
@@ -60,7 +60,7 @@ def _fp16_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     That may then be -inf, or still be outweighed by a score; and fused kernels have no finite number for a row of -inf.
     So what is masked is -inf, except in a row that is masked altogether: that one has no mask.
     """
-    if dtype != torch.float16 and mask.dtype == dtype:
+    if not mask.is_floating_point() or (dtype != torch.float16 and mask.dtype == dtype):
         return mask
     # The encoder's mask is the same at every decoder step, but for the view that is taken of it.
     whole = mask if mask._base is None else mask._base
@@ -87,7 +87,8 @@ def attention(
     """Attention with the scores unscaled, as T5 has it, and a bias added to them.
 
     Written out where the weights themselves are wanted; and in training on a CPU, where PyTorch has no fused kernel
-    with dropout or a gradient of the bias, and writes it out at greater length.
+    with dropout or a gradient of the bias, and writes it out at greater length. So it is under `torch.func` and forward
+    mode, for which fused kernels lack derivatives.
 
     Args:
         query, key, value: shape (batch, heads, length, d).
@@ -98,7 +99,7 @@ def attention(
         The output, shape (batch, heads, query_length, d), and the weights if `output_attentions`.
     """
     unfused = query.device.type == "cpu" and (self.training or position_bias.requires_grad)
-    if output_attentions or head_mask is not None or unfused:
+    if output_attentions or head_mask is not None or unfused or differentiates_otherwise():
         scores = attention_scores(query, key)
         scores += wide_bias(position_bias)
         weights = nn.functional.softmax(scores, dim=-1, dtype=scores.dtype).type_as(value)
