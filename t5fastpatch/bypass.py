@@ -14,12 +14,18 @@ from torch.nn.modules import module as registration
 def may_bypass(module: nn.Module) -> bool:
     """Whether calling a module comes to its class's forward and to nothing else: no hook, no forward of its own."""
     hooks = module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks
-    return not hooks and "forward" not in vars(module)
+    # Not vars(), which older compilers do not trace.
+    return not hooks and "forward" not in module.__dict__
+
+
+def is_unwatched(linear: Any) -> bool:
+    """Whether a module is an nn.Linear that does what its class does, and nobody listens."""
+    return type(linear) is nn.Linear and may_bypass(linear)
 
 
 def gives_new_memory(linear: Any) -> bool:
     """Whether nobody else can have the result of calling a linear, so that it may be changed in place."""
-    return type(linear) is nn.Linear and may_bypass(linear) and not registration._global_forward_hooks
+    return is_unwatched(linear) and not registration._global_forward_hooks
 
 
 def transformed() -> bool:

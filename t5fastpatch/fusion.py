@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from .bypass import autocasts
+from .bypass import autocasts, is_unwatched, transformed
 from .headroom.stacks import Stack
-from .rescaling import is_plain, is_unwatched
+from .rescaling import is_plain
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -134,9 +134,7 @@ def may_join() -> bool:
     Not where gradients may be wanted, which are upstream's then; nor in what is compiled or traced, which would take
     the places of the weights for granted.
     """
-    if torch.compiler.is_compiling() or torch.is_grad_enabled():
-        return False
-    return not torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+    return not (torch.is_grad_enabled() or transformed())
 
 
 def joined_weights(module: nn.Module, x: torch.Tensor) -> torch.Tensor | None:

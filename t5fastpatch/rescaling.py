@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from .bypass import is_unwatched
 from .errors import UnexpectedSourceError
 from .findings import upstream_class
 from .headroom.stacks import Attention, FeedForward, Stack, role
@@ -63,16 +64,6 @@ def scaled_product(linear: Any, x: torch.Tensor, factor: float) -> Any:
 def is_plain(linear: Any) -> bool:
     """Whether a product can be taken without calling the module: nobody listens, and the weight is a weight."""
     return is_unwatched(linear) and type(linear.weight) in _PLAIN
-
-
-def is_unwatched(linear: Any) -> bool:
-    """Whether a module is an nn.Linear that does what its class does, and nobody listens."""
-    return (
-        type(linear) is nn.Linear
-        and not (linear._forward_pre_hooks or linear._forward_hooks or linear._backward_hooks)
-        and not linear._backward_pre_hooks
-        and "forward" not in linear.__dict__
-    )
 
 
 def is_homogeneous(dense: Any) -> bool:
