@@ -41,6 +41,8 @@ def toys(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(SHAPES, "toy", Shape("T5ForConditionalGeneration", "T5Config", SIZES))
     gated = {**SIZES, "feed_forward_proj": "gated-gelu"}
     monkeypatch.setitem(SHAPES, "toy-encoder", Shape("T5EncoderModel", "T5Config", gated))
+    # It is for the life of the process, and other tests measure what that gives back.
+    monkeypatch.setattr(bench_peers, "keep_memory", lambda: None)
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
